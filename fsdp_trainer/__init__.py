@@ -1,0 +1,29 @@
+"""Full-parameter fine-tuning of Hugging Face causal language models on PyTorch FSDP2 through Accelerate.
+
+The public names load on first use, so that importing the package costs nothing and needs no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fsdp_trainer.config import Config
+    from fsdp_trainer.training import finetune
+
+__version__ = "0.1.0"
+__all__ = ["Config", "__version__", "finetune"]
+
+_HOMES = {"Config": "fsdp_trainer.config", "finetune": "fsdp_trainer.training"}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its module on first use (PEP 562)."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

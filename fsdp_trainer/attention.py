@@ -1,0 +1,104 @@
+"""Attention that stays inside each document of a packed row.
+
+Registered through Transformers' AttentionInterface under names of our own. For a name without a mask function
+Transformers builds no mask at all (masking_utils.py, `_preprocess_mask_arguments`), so no value of a tensor is read on
+the host and one document per row keeps the causal fast path without a mask.
+"""
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+SDPA, EAGER = "document_sdpa", "document_eager"
+
+
+class Documents:
+    """The documents of one micro-batch, and the masks made from them (one per sliding window, made once a forward).
+
+    `ids`: int [batch, seq], equal within a document and different between neighbours; None when each row is one
+    document. Right padding then needs no mask: under causal attention no real token sees it.
+    """
+
+    def __init__(self, ids: torch.Tensor | None) -> None:
+        self.ids = ids
+        self.reached_attention = False
+        self._masks: dict[int | None, torch.Tensor | None] = {}
+
+    def allowed(self, *, length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+        """Return a bool mask [batch or 1, 1, length, length], True where a query may look, or None for plain causal."""
+        self.reached_attention = True
+        window = None if window is None or window >= length else window
+        if self.ids is None and window is None:
+            return None
+        if window not in self._masks:
+            position = torch.arange(length, device=device)
+            distance = position[:, None] - position[None, :]
+            allowed = distance >= 0
+            if window is not None:
+                allowed = allowed & (distance < window)
+            allowed = allowed[None]
+            if self.ids is not None:
+                allowed = allowed & (self.ids[:, :, None] == self.ids[:, None, :])
+            self._masks[window] = allowed[:, None]
+        return self._masks[window]
+
+
+def _allowed(module: nn.Module, query: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    documents = kwargs.pop("documents", None) or Documents(None)
+    window = kwargs.get("sliding_window")
+    if not getattr(module, "is_causal", True):
+        raise NotImplementedError(f"{type(module).__name__} is not causal; only causal language models are trained")
+    return documents.allowed(length=query.shape[2], window=window, device=query.device)
+
+
+def document_sdpa(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Run torch's scaled dot product attention inside documents; shapes as Transformers' attention functions."""
+    mask = _allowed(module, query, kwargs) if attention_mask is None else attention_mask
+    return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+
+
+def document_eager(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run the architecture's own eager attention (soft-capping, sinks) inside documents, with an additive mask."""
+    if attention_mask is None:
+        allowed = _allowed(module, query, kwargs)
+        if allowed is None:  # eager attention knows no causal flag
+            allowed = Documents(torch.zeros_like(query[:, 0, :, 0], dtype=torch.int32)).allowed(
+                length=query.shape[2], window=None, device=query.device
+            )
+        lowest = torch.finfo(query.dtype).min
+        attention_mask = torch.zeros_like(allowed, dtype=query.dtype).masked_fill_(~allowed, lowest)
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    return eager(module, query, key, value, attention_mask, **kwargs)
+
+
+AttentionInterface.register(SDPA, document_sdpa)
+AttentionInterface.register(EAGER, document_eager)
+
+
+def choose_attention(requested: str, hf_config: Any) -> str:
+    """Return the registered implementation for `model.attention`: auto | sdpa | eager.
+
+    auto is sdpa, except for models with soft-capped attention scores (Gemma 2), which torch's sdpa cannot compute.
+    """
+    if requested == "eager":
+        return EAGER
+    capped = getattr(hf_config, "attn_logit_softcapping", None) is not None
+    return EAGER if requested == "auto" and capped else SDPA

@@ -1,0 +1,460 @@
+"""Save a run so that it can be killed at any moment, and bring it back as if it had never stopped.
+
+A checkpoint is a folder `checkpoints/step-00000100/`: sharded tensors written by torch's distributed checkpoint (DCP),
+which every rank writes and reads its own part of, and `state.json`. It has that name only once it is complete.
+"""
+
+import json
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
+from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fsdp_trainer.agreement import all_true, is_main, run_on_all, run_on_main
+from fsdp_trainer.checkpoint_folder import (
+    FORMAT,
+    METADATA_FILE,
+    Progress,
+    checkpoint_path,
+    find_damage,
+    make_empty,
+    prune,
+    publish,
+    published,
+    read_state,
+    refuse_damage,
+)
+from fsdp_trainer.checkpoint_rng import derive_rng, restore_rng, rng_tensors
+from fsdp_trainer.errors import CheckpointError, DistributedError
+
+_RNG_RULE = "rng.<rank>.*, restored at the same world size; else derived from (seed, step, rank)"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PendingSave:
+    """A save that may still be written in the background; `path` exists once `poll` or `wait` says so."""
+
+    path: Path
+    _written: Future[None]
+    _asynchronous: bool
+
+    def poll(self) -> bool:
+        """Return whether the checkpoint is complete; drop this object after True. Collective while it is not.
+
+        All ranks get the same answer at the same call, and a failure is raised on all of them.
+        """
+        if self._asynchronous and not all_true(self._written.done()):
+            return False
+        self._written.result()
+        return True
+
+    def wait(self) -> Path:
+        """Block until the checkpoint is complete and return its folder; a failure is raised on all ranks."""
+        self._written.result()
+        return self.path
+
+
+def build_save_group(*, timeout: timedelta) -> dist.ProcessGroup | None:
+    """Make the process group that saves talk on; once a run, on all ranks. None where there is no process group.
+
+    A save in the background on the group that training uses deadlocks or aborts: two threads of a rank would order
+    their collectives differently than those of another. `timeout` must cover the slowest rank's writing.
+    """
+    if not dist.is_initialized():
+        return None
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(group, dist.ProcessGroup), "every rank takes part in saves"
+    return group
+
+
+# Saving
+
+
+def save_checkpoint(
+    output_dir: Path,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: Any,
+    progress: Progress,
+    facts: Mapping[str, Any],
+    device: torch.device,
+    process_group: dist.ProcessGroup | None = None,
+    asynchronous: bool = False,
+    after: PendingSave | None = None,
+    keep_latest: int | None = None,
+) -> PendingSave:
+    """Save the run to `output_dir/checkpoints/step-N`, N being `progress.step`. All ranks call it between two steps.
+
+    `facts` is kept in state.json (config, versions, what `load_checkpoint` must find equal). With `asynchronous` the
+    state is copied to host memory (one more copy of the shards of parameters and optimizer) and written by a thread,
+    while training goes on; `process_group` must then come from `build_save_group`. `after` is the save in flight, which
+    is waited for first. Once this one is durable, all but the newest `keep_latest` checkpoints are deleted.
+    CheckpointError on every rank when any rank cannot write; the checkpoints before stay as they are.
+    """
+    if after is not None:
+        after.wait()
+    assert process_group is not None or not asynchronous or not dist.is_initialized(), "see build_save_group"
+    target = checkpoint_path(output_dir, progress.step)
+    state = _describe_run(optimizer, scaler, progress, facts)
+    tensors = training_tensors(model, optimizer) | rng_tensors(device)
+    if asynchronous:
+        tensors = run_on_all(lambda: _copy_to_host(tensors, device), process_group=process_group)
+
+    def write() -> None:
+        if device.type == "cuda":
+            # The current device is a thread's own; on the default one DCP would open a context on GPU 0 for every rank.
+            torch.cuda.set_device(device)
+        _write(tensors, target=target, state=state, keep_latest=keep_latest, process_group=process_group)
+
+    return PendingSave(target, _in_background(write) if asynchronous else _at_once(write), asynchronous)
+
+
+def _at_once(work: Callable[[], None]) -> Future[None]:
+    written: Future[None] = Future()
+    written.set_result(work())
+    return written
+
+
+def _in_background(work: Callable[[], None]) -> Future[None]:
+    written: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            written.set_result(work())
+        except BaseException as error:
+            written.set_exception(error)
+
+    # A daemon, so that a process that ends on an error does not wait for a collective its peers have left.
+    threading.Thread(target=run, name="checkpoint-writer", daemon=True).start()
+    return written
+
+
+def _copy_to_host(tensors: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    on_gpu = device.type == "cuda"
+    stager = DefaultStager(
+        StagingOptions(
+            use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
+        )
+    )
+    try:
+        return stager.stage(tensors)  # pyright: ignore[reportReturnType]  # a Future only with use_async_staging
+    finally:
+        stager.close()
+
+
+class _Writer(FileSystemWriter):
+    """DCP's writer, made to name the system's own error.
+
+    torch.save answers a full disk with "unexpected pos 704 vs 598" (torch 2.14, serialization.py: closing the archive
+    raises over the OSError), and only that last exception would travel to the other ranks.
+    """
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            raise _system_error(error) from error
+
+
+def _system_error(error: BaseException) -> BaseException:
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return cause or error
+
+
+def _write(
+    tensors: dict[str, torch.Tensor],
+    *,
+    target: Path,
+    state: dict[str, Any],
+    keep_latest: int | None,
+    process_group: dist.ProcessGroup | None,
+) -> None:
+    temporary = target.with_name(f".{target.name}.tmp")
+    try:
+        run_on_main(lambda: make_empty(temporary), process_group=process_group)
+        save_sharded(tensors, storage_writer=_Writer(temporary, sync_files=True), process_group=process_group)
+        run_on_main(lambda: publish(temporary, target, state), process_group=process_group)
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException
+        # Every rank is here and writes no more: DCP and `run_on_main` tell all of them what any of them failed at.
+        run_on_main(lambda: shutil.rmtree(temporary, ignore_errors=True), process_group=process_group)
+        raise _explain_failed_save(error, target) from error
+    if keep_latest is not None:
+        run_on_main(lambda: prune(target.parent.parent, keep_latest=keep_latest), process_group=process_group)
+
+
+def _explain_failed_save(error: BaseException, target: Path) -> CheckpointError:
+    return CheckpointError(
+        "The checkpoint could not be written; the ones before it are as they were.",
+        values=f"{target}: {_failures(error)}",
+        fix="make room or give write access in output_dir, then start again: the run goes on from its last checkpoint",
+    )
+
+
+def _failures(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):
+        return "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in sorted(error.failures.items()))
+    return error.values if isinstance(error, DistributedError) else f"{type(error).__name__}: {error}"
+
+
+# What a checkpoint holds
+
+
+def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return the live tensors of model and optimizer by name: `model.<name>`, `optim.<name>.<state>`.
+
+    A trainable parameter that was never stepped has the state AdamW would start from. Found by identity, without the
+    dummy step that torch's `get_optimizer_state_dict` takes, which leaves the bias correction one step ahead.
+    """
+    named = named_weights(model)
+    tensors = {f"model.{name}": tensor for name, tensor in named.items()}
+    names = {id(tensor): name for name, tensor in named.items()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                name = names.get(id(parameter))
+                assert name is not None, "the optimizer steps a tensor that is no parameter of the model"
+                for key, value in _optimizer_state(optimizer, parameter, group).items():
+                    tensors[f"optim.{name}.{key}"] = value
+    return tensors
+
+
+def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters (a tied one once, under its first name) and persistent buffers, by their names in the model."""
+    named: dict[str, torch.Tensor] = dict(model.named_parameters())
+    if isinstance(model, FSDPModule):
+        whole = [name for name, parameter in named.items() if not isinstance(parameter, DTensor)]
+        assert not whole, f"{len(whole)} weights are gathered, such as {whole[0]}: reshard before saving or loading"
+    return named | dict(_persistent_buffers(model))
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield (f"{prefix}.{name}" if prefix else name), buffer
+
+
+def _optimizer_state(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, group: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    state = optimizer.state.get(parameter)  # pyright: ignore[reportArgumentType]
+    if not state:
+        return _initial_adamw_state(parameter, group)
+    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def _initial_adamw_state(parameter: torch.Tensor, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return what torch's Adam._init_group makes at a parameter's first step (torch/optim/adam.py)."""
+    beside = bool(group.get("fused") or group.get("capturable"))  # then the counter lies beside the parameter
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=parameter.device if beside else "cpu"),
+        "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+        "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+    }
+
+
+def _describe_run(
+    optimizer: torch.optim.Optimizer, scaler: Any, progress: Progress, facts: Mapping[str, Any]
+) -> dict[str, Any]:
+    groups = [
+        _plain({key: value for key, value in group.items() if key != "params"}) for group in optimizer.param_groups
+    ]
+    return {
+        "format": FORMAT,
+        "progress": asdict(progress),
+        "world_size": _world_size(),
+        "rng": _RNG_RULE,
+        "scaler": scaler.state_dict() if scaler is not None else None,
+        "param_groups": groups,
+        "facts": _plain(facts),
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Return `value` as it comes back from JSON; what JSON has no word for becomes text."""
+    return json.loads(json.dumps(value, default=lambda other: other.item() if hasattr(other, "item") else str(other)))
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+# Finding
+
+
+def find_checkpoint(
+    output_dir: Path,
+    *,
+    resume: str,
+    process_group: dist.ProcessGroup | None = None,
+    log: Callable[[str], None] = logger.warning,
+) -> Path | None:
+    """Return the checkpoint to go on from, the same on all ranks: rank 0 looks.
+
+    `resume` is auto (the newest complete one; each newer one that was skipped is logged with the reason), never, or the
+    path of one, for which CheckpointError says what it lacks.
+    """
+    if resume == "never":
+        return None
+    return run_on_main(lambda: _find(Path(output_dir), resume, log), process_group=process_group)
+
+
+def _find(output_dir: Path, resume: str, log: Callable[[str], None]) -> Path | None:
+    if resume != "auto":
+        refuse_damage(Path(resume))
+        return Path(resume)
+    for path in published(output_dir):
+        damage = find_damage(path)
+        if damage is None:
+            return path
+        log(f"skipped {path}: {damage}")
+    return None
+
+
+# Loading
+
+
+def load_checkpoint(
+    path: Path,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: Any,
+    device: torch.device,
+    seed: int,
+    must_match: Mapping[str, Any] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    log: Callable[[str], None] = logger.warning,
+) -> Progress:
+    """Fill model, optimizer, scaler and random states from `path`, in place, and return how far the run had come.
+
+    All ranks call it before any forward (FSDP would go on with weights gathered earlier). Another world size or mesh is
+    fine: each rank reads its own slices, and random states follow from (seed, step, rank), which is logged.
+    CheckpointError on every rank when the folder is incomplete, when one of the facts in `must_match` was saved with
+    another value, or when names, shapes or dtypes differ from this run's either way: nothing is guessed or left out.
+    """
+    path = Path(path)
+    state = run_on_main(lambda: _read_matching_state(path, must_match or {}, scaler), process_group=process_group)
+    _create_optimizer_state(optimizer)
+    tensors = training_tensors(model, optimizer)
+    stored = run_on_main(lambda: _read_matching_tensors(path, tensors), process_group=process_group)
+    rng = rng_tensors(device)
+    fits = state["world_size"] == _world_size() and rng.keys() <= stored.keys()
+    fits = all_true(fits, process_group=process_group)
+    _read(path, tensors | (rng if fits else {}), process_group)
+    if scaler is not None:
+        scaler.load_state_dict(state["scaler"])
+    progress = Progress(**state["progress"])
+    if fits:
+        restore_rng(rng, device)
+    else:
+        derive_rng(seed=seed, step=progress.step)
+        if is_main():
+            log(
+                f"{path} was saved by {state['world_size']} ranks, this run has {_world_size()} on {device.type}: its "
+                f"random states do not fit, so they follow from (seed {seed}, step {progress.step}, rank)"
+            )
+    return progress
+
+
+def _read(path: Path, tensors: dict[str, torch.Tensor], process_group: dist.ProcessGroup | None) -> None:
+    try:
+        load_sharded(tensors, storage_reader=FileSystemReader(path), process_group=process_group)
+    except CheckpointException as error:
+        raise CheckpointError(
+            "The checkpoint cannot be read.",
+            values=f"{path}: {_failures(error)}",
+            fix="set checkpoint.resume to the path of another checkpoint",
+        ) from error
+
+
+def _create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give every trainable parameter the state of an optimizer before its first step, for the load to fill."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and not optimizer.state.get(parameter):
+                optimizer.state[parameter] = _initial_adamw_state(parameter, group)
+
+
+def _read_matching_state(path: Path, must_match: Mapping[str, Any], scaler: Any) -> dict[str, Any]:
+    refuse_damage(path)
+    state = read_state(path)
+    saved = state["facts"]
+    wrong = [
+        f"{key}: {saved.get(key)!r} saved, {value!r} now"
+        for key, value in _plain(must_match).items()
+        if saved.get(key) != value
+    ]
+    if (state["scaler"] is None) != (scaler is None):
+        wrong.append(f"gradient scaler: {'none' if state['scaler'] is None else 'one'} saved, the other way round now")
+    if wrong:
+        raise CheckpointError(
+            "The checkpoint is of another run.",
+            values=f"{path}: {'; '.join(wrong)}",
+            fix="go back to the saved settings, or start afresh in another output_dir",
+        )
+    return state
+
+
+def _read_matching_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return shape and dtype of everything stored, after comparing model and optimizer entries with `tensors`."""
+    stored = _stored_tensors(path)
+    wanted = {name: _describe(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    entries = {name: text for name, text in stored.items() if not name.startswith("rng.")}
+    wrong = [f"{name} is missing" for name in sorted(wanted.keys() - entries.keys())]
+    wrong += [f"{name} is not in this run" for name in sorted(entries.keys() - wanted.keys())]
+    wrong += [
+        f"{name} is {entries[name]}, {text} in this run"
+        for name, text in wanted.items()
+        if name in entries and entries[name] != text
+    ]
+    if wrong:
+        raise CheckpointError(
+            "The checkpoint does not fit this model and optimizer.",
+            values=f"{path}: {'; '.join(wrong[:5])}" + (f"; {len(wrong) - 5} more" if len(wrong) > 5 else ""),
+            fix="resume with the model, the precision and the trained parameters it was saved with",
+        )
+    return stored
+
+
+def _stored_tensors(path: Path) -> dict[str, str]:
+    try:
+        metadata = FileSystemReader(path).read_metadata()
+    except Exception as error:  # unpickling damaged bytes can raise anything
+        raise CheckpointError(
+            "The checkpoint's table of contents cannot be read.",
+            values=f"{path / METADATA_FILE}: {type(error).__name__}: {error}",
+            fix="set checkpoint.resume to the path of another checkpoint",
+        ) from error
+    return {
+        name: _describe(entry.size, entry.properties.dtype)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def _describe(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"

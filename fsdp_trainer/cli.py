@@ -1,0 +1,69 @@
+"""The `fsdp-trainer` command: reads the settings, refuses what is wrong at once, and starts the run.
+
+Nothing here imports torch, so help and errors answer in well under a second.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fsdp_trainer.config import Config
+from fsdp_trainer.config_reading import check_command_flags
+from fsdp_trainer.errors import FsdpTrainerError
+from fsdp_trainer.launch import launch
+from fsdp_trainer.progress import log_error
+
+app = typer.Typer(
+    name="fsdp-trainer",
+    help="Full-parameter fine-tuning of Hugging Face causal LMs on PyTorch FSDP2 through Accelerate.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@app.callback()
+def _commands() -> None:
+    """Keep `train` a word of its own whatever the number of commands."""
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="Every setting can be given as --section.key=value, as in --optim.lr=1e-5; `fsdp-trainer schema` lists "
+    "them. A flag wins over the file, the file over the defaults.",
+)
+def train(
+    context: typer.Context,
+    config: Annotated[Path | None, typer.Option(help="Settings file (YAML).", metavar="RUN.YAML")] = None,
+    processes: Annotated[
+        int | None, typer.Option(help="Number of processes; default one per visible GPU, 1 without.", metavar="N")
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Accelerate profile; without one it is written.", metavar="FILE")
+    ] = None,
+) -> None:
+    """Fine-tune a model: every process is started, watched and, on Ctrl-C or SIGTERM, saved before it ends."""
+    check_command_flags(context.args, root=Config, flags=("--config", "--processes", "--profile"))
+    settings = Config.load(config, context.args)
+    arguments = ["--config", str(config)] if config is not None else []
+    raise typer.Exit(launch(settings, arguments=[*arguments, *context.args], profile=profile, processes=processes))
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of the settings file, with the reason and the trade-off of every setting."""
+    print(json.dumps(Config.model_json_schema(), indent=2))
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Run the command line and end the process with its exit code."""
+    try:
+        app(args=list(words) if words is not None else None, standalone_mode=True)
+    except FsdpTrainerError as error:
+        log_error(f"error: {error}")
+        sys.exit(error.exit_code)

@@ -1,0 +1,300 @@
+"""Rules that look at more than one setting, and the settings whose technique comes later.
+
+A setting that cannot take effect is an error: a user who wrote it believes that it does something. "Written" means
+"differs from the default", because the fully resolved file of a run names every setting and must load again.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+
+from fsdp_trainer.config_reading import Problem, format_value
+
+if TYPE_CHECKING:
+    from fsdp_trainer.config import Config
+
+
+def find_conflicts(config: "Config") -> list[Problem]:
+    """Return everything that is wrong across the settings of a Config whose single values are valid."""
+    checks = (_later, _sharding, _precision, _checkpointing, _optim, _schedule, _data, _evaluation, _batch, _folders)
+    return [problem for check in checks for problem in check(config)]
+
+
+def setting(config: "Config", path: str) -> Any:
+    """Return the value of a setting by its dotted name."""
+    value: Any = config
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def is_changed(config: "Config", path: str) -> bool:
+    """Tell whether a setting differs from its default."""
+    model: BaseModel = config
+    *sections, name = path.split(".")
+    for part in sections:
+        model = getattr(model, part)
+    return getattr(model, name) != type(model).model_fields[name].default
+
+
+def _show(config: "Config", *paths: str) -> str:
+    return ", ".join(f"{path}: {format_value(setting(config, path))}" for path in paths)
+
+
+def _no_effect(config: "Config", path: str, *, because: str, fix: str, others: tuple[str, ...]) -> Iterator[Problem]:
+    if is_changed(config, path):
+        yield Problem(f"{path} has no effect {because}", _show(config, path, *others), fix, (path, *others))
+
+
+# Settings of the contract whose technique is not there yet: name, which values, what to set until then.
+_LATER: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("model.freeze", lambda value: value != (), "model.freeze: []"),
+    ("data.columns", lambda value: value != {}, "data.columns: {} and rename the keys in the file"),
+    (
+        "data.format",
+        lambda value: value in {"alpaca", "sharegpt"},
+        "data.format: messages or prompt_completion and convert the file",
+    ),
+    ("data.on_too_long", lambda value: value == "split", "data.on_too_long: truncate, drop or error"),
+    ("sharding.offload", lambda value: value == "optimizer", "sharding.offload: params or none"),
+    ("precision", lambda value: value == "bf16_pure", "precision: bf16"),
+    (
+        "activation_checkpointing.mode",
+        lambda value: value == "selective",
+        "activation_checkpointing.mode: full or every_n_layers",
+    ),
+    ("activation_checkpointing.offload", lambda value: value, "activation_checkpointing.offload: false"),
+    ("optim.name", lambda value: value != "adamw", "optim.name: adamw"),
+    ("optim.state_dtype", lambda value: value != "fp32", "optim.state_dtype: fp32"),
+    ("optim.offload_step", lambda value: value != "host", "optim.offload_step: host"),
+    ("checkpoint.keep_best", lambda value: value, "checkpoint.keep_best: false"),
+    ("compile.enabled", lambda value: value, "compile.enabled: false"),
+    ("profile.start", lambda value: value is not None, "profile.start: null"),
+    ("rehearse", lambda value: value is True, "rehearse: auto or false"),
+)
+
+
+def _later(config: "Config") -> Iterator[Problem]:
+    for path, is_later, instead in _LATER:
+        if is_later(setting(config, path)):
+            shown = format_value(setting(config, path))
+            yield Problem(f"{path}: {shown} comes later", _show(config, path), f"until then set {instead}", (path,))
+
+
+def _sharding(config: "Config") -> Iterator[Problem]:
+    sharding = config.sharding
+    needs_stage_3 = {"sharding.replicate": sharding.replicate > 1}
+    needs_stage_3["sharding.reshard_after_forward"] = sharding.reshard_after_forward is not None
+    for path, is_used in needs_stage_3.items():
+        if is_used and sharding.zero_stage != 3:
+            yield Problem(
+                f"{path} needs stage 3",
+                _show(config, path, "sharding.zero_stage"),
+                f"set sharding.zero_stage: 3, or leave out {path}",
+                (path, "sharding.zero_stage"),
+            )
+    if sharding.offload == "params" and sharding.zero_stage == 0:
+        yield Problem(
+            "offloading parameters needs sharding: at stage 0 every rank would keep the whole model in host memory",
+            _show(config, "sharding.offload", "sharding.zero_stage"),
+            "set sharding.zero_stage: 3 (or 1 or 2), or sharding.offload: none",
+            ("sharding.offload", "sharding.zero_stage"),
+        )
+
+
+def _precision(config: "Config") -> Iterator[Problem]:
+    if config.sharding.reduce_dtype == "fp16" and config.precision != "fp16":
+        yield Problem(
+            "gradients summed in fp16 overflow without the gradient scaler that only precision fp16 has",
+            _show(config, "sharding.reduce_dtype", "precision"),
+            "set sharding.reduce_dtype: bf16 or null, or precision: fp16",
+            ("sharding.reduce_dtype", "precision"),
+        )
+    if config.optim.implementation == "foreach":
+        # Only the fused kernels take `found_inf` and leave weights and state alone without asking the host.
+        for path, value in (("precision", "fp16"), ("train.on_nonfinite", "skip")):
+            if setting(config, path) == value:
+                yield Problem(
+                    f"{path}: {value} skips steps, which only optim.implementation: fused can do",
+                    _show(config, path, "optim.implementation"),
+                    "set optim.implementation: fused",
+                    (path, "optim.implementation"),
+                )
+
+
+def _checkpointing(config: "Config") -> Iterator[Problem]:
+    mode = "activation_checkpointing.mode"
+    if config.activation_checkpointing.mode != "every_n_layers":
+        yield from _no_effect(
+            config,
+            "activation_checkpointing.every_n",
+            because="unless every n-th layer is checkpointed",
+            fix=f"set {mode}: every_n_layers, or leave out every_n",
+            others=(mode,),
+        )
+
+
+def _optim(config: "Config") -> Iterator[Problem]:
+    if config.optim.weight_decay == 0:
+        yield from _no_effect(
+            config,
+            "optim.no_decay",
+            because="without weight decay",
+            fix="set optim.weight_decay above 0, or leave out optim.no_decay",
+            others=("optim.weight_decay",),
+        )
+    if config.loss.kind == "plain":
+        yield from _no_effect(
+            config,
+            "loss.chunk_tokens",
+            because="with the plain loss, which has no chunks",
+            fix="set loss.kind: chunked, or leave out loss.chunk_tokens",
+            others=("loss.kind",),
+        )
+
+
+def _schedule(config: "Config") -> Iterator[Problem]:
+    if config.schedule.warmup_steps is not None:
+        yield from _no_effect(
+            config,
+            "schedule.warmup_ratio",
+            because="where schedule.warmup_steps is set",
+            fix="leave out one of the two",
+            others=("schedule.warmup_steps",),
+        )
+    if config.schedule.name == "constant":
+        yield from _no_effect(
+            config,
+            "schedule.min_lr_ratio",
+            because="with a constant learning rate",
+            fix="set schedule.name: linear or cosine, or leave out schedule.min_lr_ratio",
+            others=("schedule.name",),
+        )
+    max_steps, warmup_steps = config.train.max_steps, config.schedule.warmup_steps
+    if max_steps is not None and warmup_steps is not None and warmup_steps > max_steps:
+        yield Problem(
+            "warm-up is longer than the run: the learning rate would never be reached",
+            _show(config, "schedule.warmup_steps", "train.max_steps"),
+            f"set schedule.warmup_steps to at most {max_steps}",
+            ("schedule.warmup_steps", "train.max_steps"),
+        )
+    if config.profile.start is None:
+        yield from _no_effect(
+            config,
+            "profile.steps",
+            because="where no trace is asked for",
+            fix="leave out profile.steps",
+            others=("profile.start",),
+        )
+
+
+def _data(config: "Config") -> Iterator[Problem]:
+    if not config.data.packing and config.data.on_too_long == "split":
+        yield Problem(
+            "splitting long records needs packing",
+            _show(config, "data.on_too_long", "data.packing"),
+            "set data.packing: true, or data.on_too_long: truncate",
+            ("data.on_too_long", "data.packing"),
+        )
+    if config.data.format == "text":
+        for path in ("data.train_on", "data.chat_template"):
+            yield from _no_effect(
+                config,
+                path,
+                because="on plain text, which has no turns",
+                fix=f"set data.format: messages, or leave out {path}",
+                others=("data.format",),
+            )
+
+
+def _evaluation(config: "Config") -> Iterator[Problem]:
+    if config.data.eval is None:
+        yield from _no_effect(
+            config,
+            "eval.every_steps",
+            because="without data to evaluate on",
+            fix="set data.eval to a file or to a share such as 0.02, or leave out eval.every_steps",
+            others=("data.eval",),
+        )
+    elif config.eval.every_steps is None and not config.eval.at_end:
+        yield Problem(
+            "data.eval has no effect: nothing says when to evaluate",
+            _show(config, "data.eval", "eval.every_steps", "eval.at_end"),
+            "set eval.at_end: true or eval.every_steps, or leave out data.eval",
+            ("data.eval", "eval.every_steps", "eval.at_end"),
+        )
+
+
+def _batch(config: "Config") -> Iterator[Problem]:
+    size, micro = config.batch.global_batch_size, config.batch.micro_batch_size
+    if size % micro:
+        nearest = max(1, round(size / micro)) * micro
+        yield Problem(
+            "batch.global_batch_size is not a multiple of batch.micro_batch_size",
+            f"{size} rows in a step, {micro} in a micro-batch: {size} / {micro} = {size / micro:g}",
+            f"set batch.global_batch_size: {nearest}, or batch.micro_batch_size to a divisor of {size}",
+            ("batch.global_batch_size", "batch.micro_batch_size"),
+        )
+
+
+def _folders(config: "Config") -> Iterator[Problem]:
+    for parent in (Path(config.output_dir), *Path(config.output_dir).parents):
+        if parent.is_file():
+            yield Problem(
+                "output_dir is not a folder",
+                f"{_show(config, 'output_dir')}, and {parent} is a file",
+                "set output_dir to a folder, which is made when it does not exist",
+                ("output_dir",),
+            )
+    template = config.data.chat_template
+    if template is not None and not Path(template).is_file():
+        yield Problem(
+            "data.chat_template is not a file",
+            _show(config, "data.chat_template"),
+            "give the path of a file with the Jinja template, or leave it out for the tokenizer's own",
+            ("data.chat_template",),
+        )
+
+
+def check_world_problems(config: "Config", world_size: int) -> list[Problem]:
+    """Return what is wrong with the settings on this number of ranks."""
+    return [*_groups(config, world_size), *_accumulation(config, world_size)]
+
+
+def _groups(config: "Config", world_size: int) -> Iterator[Problem]:
+    replicate, group = config.sharding.replicate, config.sharding.reshard_after_forward
+    if replicate > 1 and (world_size % replicate or world_size == replicate):
+        reason = "does not divide the number of ranks" if world_size % replicate else "leaves nothing to shard"
+        copies = [n for n in range(2, world_size) if world_size % n == 0]
+        fix = f"set sharding.replicate to one of {copies}" if copies else "leave out sharding.replicate"
+        yield Problem(
+            f"sharding.replicate {reason}",
+            f"{world_size} ranks / {replicate} copies = {world_size / replicate:g} ranks a copy",
+            fix + (", or sharding.zero_stage: 0 for whole copies" if world_size == replicate else ""),
+        )
+        return
+    shard = world_size // replicate
+    if group is not None and (shard % group or group >= shard):
+        groups = [n for n in range(2, shard) if shard % n == 0]
+        fix = f"set it to one of {groups}, or leave it out" if groups else "leave it out"
+        yield Problem(
+            "sharding.reshard_after_forward must be a divisor of the ranks that shard a copy, and smaller",
+            f"{shard} ranks shard a copy ({world_size} / {replicate}), groups of {group}",
+            fix,
+        )
+
+
+def _accumulation(config: "Config", world_size: int) -> Iterator[Problem]:
+    size, micro = config.batch.global_batch_size, config.batch.micro_batch_size
+    rows = micro * world_size
+    if size % rows:
+        lower, upper = size // rows * rows, -(-size // rows) * rows
+        near = f"{lower} or {upper}" if lower else f"{upper}"
+        yield Problem(
+            "batch.global_batch_size is not micro_batch_size x accumulation x ranks for any whole accumulation",
+            f"{size} = {micro} x accumulation x {world_size} gives accumulation = {size / rows:g}",
+            f"set batch.global_batch_size: {near}, or change batch.micro_batch_size or the number of processes",
+            ("batch.global_batch_size", "batch.micro_batch_size"),
+        )

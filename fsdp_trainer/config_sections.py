@@ -1,0 +1,449 @@
+"""The sections of the settings file, one frozen pydantic model each, with every default and what it costs.
+
+The names and defaults are the public contract; rules that look at more than one field stand in config_checks.py.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from fsdp_trainer.config_reading import NEEDS_REPLICAS, Takes
+
+STRATEGY_STAGES = {"NO_SHARD": 0, "SHARD_OPT": 1, "SHARD_GRAD_OP": 2, "FULL_SHARD": 3, "HYBRID_SHARD": 3}
+
+
+class Section(BaseModel):
+    """What every section shares: frozen, unknown keys refused, and no value converted behind the user's back."""
+
+    # strict: pydantic would otherwise read "false", "off" and 0 as booleans and "3" as a number.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=False)
+
+
+def _tuple_from_list(value: Any) -> Any:
+    """Lists of the file become tuples, so that a frozen config cannot be changed through one of its values."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _stage_from_name(value: Any) -> Any:
+    """Turn a strategy name or a stage written as text into its number."""
+    if not isinstance(value, str):
+        return value
+    name = value.strip().upper()
+    if name in STRATEGY_STAGES:
+        return STRATEGY_STAGES[name]
+    if name in {"0", "1", "2", "3"}:
+        return int(name)
+    return value
+
+
+def _zero_is_off(value: Any) -> Any:
+    """Read a clipping norm of 0 as "off", what other tools write; clipping to 0 would stop all learning."""
+    return None if not isinstance(value, bool) and value == 0 else value
+
+
+def _allow_names(schema: dict[str, Any]) -> None:
+    """Say in the JSON Schema what the validator accepts, so that an editor does not mark a strategy name as wrong."""
+    number = {key: schema.pop(key) for key in ("type", "minimum", "maximum")}
+    schema["anyOf"] = [number, {"enum": list(STRATEGY_STAGES)}]
+
+
+Stage = Annotated[
+    int,
+    Field(ge=0, le=3, json_schema_extra=_allow_names),
+    BeforeValidator(_stage_from_name),
+    Takes(f"0, 1, 2 or 3, or one of the names {', '.join(STRATEGY_STAGES)}"),
+]
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[tuple[Text, ...], BeforeValidator(_tuple_from_list)]
+SomeTexts = Annotated[tuple[Text, ...], Field(min_length=1), BeforeValidator(_tuple_from_list)]
+Steps = Annotated[int, Field(ge=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_tuple_from_list)]
+Tracker = Literal[
+    "tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab", "trackio"
+]  # the names accelerate.utils.LoggerType of Accelerate 1.15 knows, without "all": name what you want
+
+
+class ModelConfig(Section):
+    """Which model is trained and how it is made."""
+
+    path: Text = Field(
+        default="Qwen/Qwen2.5-7B",
+        description="A Hugging Face causal LM: a local folder or a hub id. The default is a common size for one to "
+        "eight 80 GB GPUs.",
+    )
+    revision: str | None = Field(
+        default=None,
+        description="Branch, tag or commit of the hub repository; null takes its main branch. Pin a commit where a run "
+        "must be repeatable: a branch can move between two starts.",
+    )
+    tokenizer: str | None = Field(
+        default=None,
+        description="Folder or hub id of another tokenizer; null takes the one beside the model, which fits it.",
+    )
+    init: Literal["pretrained", "random"] = Field(
+        default="pretrained",
+        description="pretrained loads the weights; random keeps the architecture and draws new weights, for tests and "
+        "for training from scratch.",
+    )
+    freeze: Texts = Field(
+        default=(),
+        description="Name patterns of parameters that do not train. A frozen parameter saves its gradient and its "
+        "optimizer state (12 of 16 bytes with AdamW in bf16). Comes later; only [] is accepted now.",
+    )
+    trust_remote_code: bool = Field(
+        default=False,
+        description="Run Python code that comes with the model repository. Off by default because that code can do "
+        "anything your user can.",
+    )
+    attention: Literal["auto", "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"] = Field(
+        default="auto",
+        description="Attention kernel. auto takes the fastest one here that keeps packed documents apart; eager is the "
+        "slow plain form, for comparing numbers: it holds seq_len x seq_len scores per head.",
+    )
+
+
+class DataConfig(Section):
+    """What is trained on, and how records become rows of tokens."""
+
+    train: Text | SomeTexts = Field(
+        default="data/train.jsonl",
+        description="Training data: a JSONL file, a list of files, a folder, or a hub id.",
+    )
+    eval: Text | SomeTexts | Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        default=None,
+        description="Held-out data in the same forms, or a share between 0 and 1 of the training data (such as 0.02), "
+        "which then does not train. null: no evaluation.",
+    )
+    format: Literal["auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt"] = Field(
+        default="auto",
+        description="Shape of a record. auto decides by the keys of the records; name it where a record fits two "
+        "shapes. alpaca and sharegpt come later.",
+    )
+    columns: dict[str, str] = Field(
+        default={},
+        description="Renames what the file calls differently: expected name to the file's name. Comes later; only {} "
+        "is accepted now.",
+    )
+    chat_template: str | None = Field(
+        default=None,
+        description="A file with a Jinja chat template; null takes the tokenizer's own, which the model knows.",
+    )
+    train_on: Literal["assistant", "last_assistant", "all"] = Field(
+        default="assistant",
+        description="Which tokens are targets: every assistant turn (or completion), the last one, or everything. "
+        "assistant is the default because a model that trains on the questions also learns to ask them.",
+    )
+    seq_len: Annotated[int, Field(ge=2)] = Field(
+        default=4096,
+        description="Tokens in a row. Activation memory grows with seq_len x micro_batch_size; attention time with the "
+        "square of a document's length. At least 2: a row needs a token and the one to predict.",
+    )
+    packing: bool = Field(
+        default=True,
+        description="Put several records in one row of seq_len, with attention kept inside each record. Saves the time "
+        "that padding would cost; a step then holds more records than rows.",
+    )
+    on_too_long: Literal["truncate", "split", "drop", "error"] = Field(
+        default="truncate",
+        description="A record longer than seq_len: truncate its end, split it into several (comes later), drop it, or "
+        "stop. Counted in the log. truncate keeps every record but can cut an answer short.",
+    )
+    on_bad_record: Literal["error", "skip"] = Field(
+        default="error",
+        description="A record that cannot be read: stop and name its line, or skip and count it. error is the default "
+        "because a silently thinner data set is found late.",
+    )
+    shuffle: bool = Field(
+        default=True,
+        description="Draw a new order of rows each epoch, from train.seed and the epoch alone, so that it does not "
+        "depend on the number of GPUs. false keeps the file's order.",
+    )
+    workers: Annotated[int, Field(ge=0)] = Field(
+        default=2,
+        description="Processes that prepare data on each rank. Two keep up with a GPU; each costs host memory and a "
+        "CPU core. 0 prepares in the training process.",
+    )
+    cache_dir: str | None = Field(
+        default=None,
+        description="Folder for the prepared rows, reused when data, tokenizer and settings are the same; null puts it "
+        "under the user's cache folder. Costs about 5 bytes of disk a token.",
+    )
+
+
+class ShardingConfig(Section):
+    """How weights, gradients and optimizer state are spread over the ranks."""
+
+    zero_stage: Stage = Field(
+        default=3,
+        description="What is sharded while a step runs: 0 nothing (NO_SHARD), 1 optimizer state (SHARD_OPT), 2 also "
+        "gradients (SHARD_GRAD_OP), 3 also weights (FULL_SHARD; HYBRID_SHARD with replicate). Each stage saves memory "
+        "and costs communication: stage 3 gathers the weights twice a micro-batch. 3 is the default because it fits "
+        "the largest model.",
+    )
+    replicate: Annotated[int, Field(ge=1)] = Field(
+        default=1,
+        description="Number of copies the ranks hold between them (HYBRID_SHARD): weights are sharded over "
+        "world / replicate ranks. Keeps all-gathers inside a node; costs replicate times the memory of 1. Needs "
+        "stage 3.",
+    )
+    reshard_after_forward: Annotated[int, Field(ge=2)] | None = Field(
+        default=None,
+        description="Keep weights after the forward pass in groups of this many ranks, so that the backward pass "
+        "gathers within the group (ZeRO++ hpZ). Costs one bf16 copy of the weights per group. Needs stage 3 and must "
+        "divide the number of ranks. null: as the stage says.",
+    )
+    offload: Literal["none", "optimizer", "params"] = Field(
+        default="none",
+        description="What lives in host memory. params: weights, gradients and optimizer state (FSDP2's CPU offload), "
+        "saves up to 16 bytes a parameter on the GPU and is several times slower. optimizer comes later.",
+    )
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = Field(
+        default=None,
+        description="Number format in which gradients are summed over ranks. null is fp32, which is exact to rounding; "
+        "bf16 halves the traffic and loses about two digits of the gradient.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _hybrid_needs_replicas(cls, data: Any) -> Any:
+        """HYBRID_SHARD names a shape that needs a second number; after this the name is only "stage 3"."""
+        if not isinstance(data, dict):
+            return data
+        name = data.get("zero_stage")
+        if isinstance(name, str) and name.strip().upper() == "HYBRID_SHARD" and data.get("replicate", 1) == 1:
+            raise PydanticCustomError(NEEDS_REPLICAS, "HYBRID_SHARD needs to know the number of copies")
+        return data
+
+
+class ActivationCheckpointingConfig(Section):
+    """Which activations are computed again in the backward pass instead of kept."""
+
+    mode: Literal["none", "full", "every_n_layers", "selective"] = Field(
+        default="full",
+        description="full keeps one tensor a decoder layer and runs its forward again in the backward pass: about 30 % "
+        "more compute for most of the activation memory. every_n_layers does so for one layer in every_n; none keeps "
+        "everything and is fastest where it fits. selective comes later.",
+    )
+    every_n: Annotated[int, Field(ge=1)] = Field(
+        default=1,
+        description="With every_n_layers: checkpoint layers 0, n, 2n, ... A larger n is faster and holds more.",
+    )
+    offload: bool = Field(
+        default=False,
+        description="Keep what checkpointing still saves (one tensor a layer) in pinned host memory. Comes later; only "
+        "false is accepted now.",
+    )
+
+
+class LossConfig(Section):
+    """How the loss is computed from the last hidden states."""
+
+    kind: Literal["chunked", "plain"] = Field(
+        default="chunked",
+        description="chunked makes logits for a few supervised rows at a time and never holds tokens x vocabulary "
+        "numbers; plain makes them all, to compare with other tools (a 150k vocabulary costs 2.4 GiB at 4096 tokens).",
+    )
+    chunk_tokens: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="Supervised tokens in a chunk; null picks a size. Larger is not faster beyond a few hundred, and "
+        "costs chunk_tokens x vocabulary x 4 bytes.",
+    )
+
+
+class OptimConfig(Section):
+    """The optimizer and its numbers."""
+
+    name: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = Field(
+        default="adamw",
+        description="adamw keeps 8 bytes of state a parameter in fp32. adamw_8bit (2 bytes) and paged_adamw_8bit "
+        "(the same, able to move to the host) come later.",
+    )
+    lr: Annotated[float, Field(gt=0)] = Field(
+        default=1e-5,
+        description="Highest learning rate, reached after warm-up. 1e-5 is a careful value for full fine-tuning of a "
+        "7B model; small models take 5e-5 and more.",
+    )
+    betas: Betas = Field(
+        default=(0.9, 0.95),
+        description="Decay rates of AdamW's two averages. 0.95 instead of 0.999 is what most LLM training uses: it "
+        "follows a changing gradient scale and lowers the risk of loss spikes.",
+    )
+    eps: Annotated[float, Field(gt=0)] = Field(
+        default=1e-8, description="Added to AdamW's denominator. Larger damps the steps of rarely updated weights."
+    )
+    weight_decay: Annotated[float, Field(ge=0)] = Field(
+        default=0.0,
+        description="Decoupled weight decay. 0 because a short fine-tuning should stay near the starting weights.",
+    )
+    no_decay: Texts = Field(
+        default=("norm", "bias", "embedding"),
+        description="Parameters that weight decay leaves alone: the kinds norm, bias and embedding. Only has an effect "
+        "with weight_decay above 0.",
+    )
+    max_grad_norm: Annotated[Annotated[float, Field(ge=0)] | None, BeforeValidator(_zero_is_off)] = Field(
+        default=1.0,
+        description="Scale gradients down so that their global norm over all ranks is at most this; null or 0 is off. "
+        "1.0 keeps one odd batch from undoing many steps.",
+    )
+    implementation: Literal["fused", "foreach"] = Field(
+        default="fused",
+        description="torch's AdamW kernels. fused was 4.5 times faster than foreach on CPU and needs no temporaries; "
+        "foreach is there to compare with. fp16 and on_nonfinite: skip need fused.",
+    )
+    state_dtype: Literal["fp32", "bf16"] = Field(
+        default="fp32",
+        description="Number format of AdamW's averages. bf16 (4 bytes a parameter less) needs stochastic rounding to "
+        "learn and comes later.",
+    )
+    offload_step: Literal["host", "device"] = Field(
+        default="host",
+        description="With sharding.offload: where the optimizer runs. host is what offloading parameters does; device "
+        "comes later.",
+    )
+
+
+class ScheduleConfig(Section):
+    """How the learning rate moves, once per optimizer step whatever the number of ranks."""
+
+    name: Literal["constant", "linear", "cosine"] = Field(
+        default="cosine",
+        description="Shape after warm-up: constant, a straight line, or half a cosine down to min_lr_ratio.",
+    )
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.03,
+        description="Share of all steps over which the learning rate rises from 0. AdamW's averages start noisy; "
+        "a few per cent is enough.",
+    )
+    warmup_steps: Annotated[int, Field(ge=0)] | None = Field(
+        default=None,
+        description="The same as a number of optimizer steps; null goes by warmup_ratio. Set one of the two.",
+    )
+    warmup_shape: Literal["linear"] = Field(
+        default="linear", description="Shape of the rise: a straight line from 0 to lr."
+    )
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.1,
+        description="Share of lr at the last step of linear and cosine. 0.1 keeps the last steps learning; 0 ends at "
+        "rest.",
+    )
+
+
+class BatchConfig(Section):
+    """How many rows an optimizer step takes; gradient accumulation follows from these and the number of ranks."""
+
+    global_batch_size: Annotated[int, Field(ge=1)] = Field(
+        default=64,
+        description="Rows in one optimizer step over all ranks (a row is seq_len packed tokens, or one record without "
+        "packing). Must be micro_batch_size x accumulation x ranks, exactly.",
+    )
+    micro_batch_size: Annotated[int, Field(ge=1)] = Field(
+        default=1,
+        description="Rows one rank takes through the model at once. Activation memory grows with it; 1 fits most and "
+        "is fast enough when rows are long.",
+    )
+
+
+class TrainConfig(Section):
+    """How long to train and what to do when something goes wrong."""
+
+    max_steps: Steps | None = Field(
+        default=None,
+        description="Optimizer steps; overrides epochs and repeats the data as needed. null goes by epochs.",
+    )
+    epochs: Steps = Field(
+        default=1, description="Passes over the data. More than three usually memorise a chat data set."
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(
+        default=0, description="Fixes the order of rows, dropout and new weights. The same seed gives the same run."
+    )
+    on_nonfinite: Literal["error", "skip"] = Field(
+        default="error",
+        description="A loss or gradient that is NaN or infinite: stop, or skip that step (agreed by all ranks, "
+        "counted, at most 3 in a row). error is the default because such a step mostly shows a bad record or high lr.",
+    )
+    timeout_minutes: Annotated[float, Field(gt=0)] = Field(
+        default=30.0,
+        description="Minutes after which a collective that some rank never joined ends the run. Lower finds a hang "
+        "sooner; it must be longer than the slowest save or load.",
+    )
+
+
+class EvalConfig(Section):
+    """When the held-out data of data.eval is measured."""
+
+    every_steps: Steps | None = Field(
+        default=None,
+        description="Evaluate every so many optimizer steps; null only at the end. Each one takes a whole pass.",
+    )
+    at_end: bool = Field(default=True, description="Evaluate after the last step, where data.eval is set.")
+
+
+class CheckpointConfig(Section):
+    """What is saved to resume from."""
+
+    every_steps: Steps = Field(
+        default=500,
+        description="Optimizer steps between checkpoints, which is what a crash costs at most. A checkpoint is "
+        "12 bytes a parameter with AdamW.",
+    )
+    keep_latest: Annotated[int, Field(ge=1)] = Field(
+        default=2, description="Complete checkpoints kept. Two, so that a damaged newest one does not end the run."
+    )
+    keep_best: bool = Field(
+        default=False,
+        description="Also keep the checkpoint with the lowest evaluation loss. Comes later; only false for now.",
+    )
+    async_save: bool = Field(
+        default=True,
+        description="Write in the background: training waits for a copy to host memory only. Costs that copy (12 bytes "
+        "a parameter over all ranks) in host memory; false writes before going on.",
+    )
+    resume: Text = Field(
+        default="auto",
+        description="auto goes on from the newest complete checkpoint in output_dir, if there is one; never starts "
+        "anew; or the path of a checkpoint.",
+    )
+
+
+class ExportConfig(Section):
+    """The Hugging Face folder that a run leaves behind."""
+
+    at_end: bool = Field(default=True, description="Write output_dir/model after the last step.")
+    dtype: Literal["bf16", "fp16", "fp32"] = Field(
+        default="bf16",
+        description="Number format of the exported weights. bf16 halves the size and rounds: small updates of a short "
+        "run can be lost; fp32 keeps all of them.",
+    )
+
+
+class LogConfig(Section):
+    """What is written and shown while training."""
+
+    every_steps: Steps = Field(default=1, description="Optimizer steps between log lines and rows of metrics.jsonl.")
+    trackers: Annotated[tuple[Tracker, ...], BeforeValidator(_tuple_from_list)] = Field(
+        default=(),
+        description="Accelerate trackers to write to as well, such as [tensorboard], the one that is tested.",
+    )
+    samples: Annotated[int, Field(ge=0)] = Field(
+        default=2,
+        description="First rows shown decoded, with what is trained on marked. The cheapest way to find a wrong mask.",
+    )
+
+
+class CompileConfig(Section):
+    """torch.compile of the decoder layers."""
+
+    enabled: bool = Field(
+        default=False, description="Compile the decoder layers. Comes later; only false is accepted now."
+    )
+
+
+class ProfileConfig(Section):
+    """A torch profiler trace of a few steps."""
+
+    start: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, description="First step to trace; null traces none. Comes later; only null is accepted now."
+    )
+    steps: Steps = Field(default=3, description="Steps to trace from start.")

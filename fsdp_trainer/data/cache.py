@@ -1,0 +1,90 @@
+"""Where the prepared rows of a data set are kept: a folder named by a hash of everything they depend on.
+
+A changed file, tokenizer, template or setting gives another folder, so nothing stale is ever read.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import transformers
+import xxhash
+
+from fsdp_trainer.config import DataConfig
+from fsdp_trainer.data.chat import read_chat_template
+from fsdp_trainer.data.sources import resolve_paths
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Source = str | Path | Sequence[str]
+Split = Literal["train", "eval"]
+_CACHE_FORMAT = 1  # raise it when the same input would give other rows
+
+
+def evaluation_source(data: DataConfig) -> Source | None:
+    """Return what split="eval" is read from: `data.eval`, or `data.train` when it is a share of that; None for none."""
+    return data.train if isinstance(data.eval, float | int) else data.eval
+
+
+def evaluation_share(data: DataConfig) -> float | None:
+    """Return the share of `data.train` that evaluates; None where evaluation has files of its own or none."""
+    return data.eval if isinstance(data.eval, float) else None
+
+
+def cache_path(
+    source: Source,
+    *,
+    data: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    seed: int,
+    split: Split = "train",
+    vocab_size: int | None = None,
+) -> Path:
+    """Return the folder for these rows: named by a hash of the files' bytes, the tokenizer and every setting used."""
+    paths = resolve_paths(source)
+    share = evaluation_share(data)
+    settings = {
+        "version": (_CACHE_FORMAT, transformers.__version__),
+        "files": [_file_hash(path) for path in paths],
+        "names": [str(path) for path in paths],  # they stand in the report's messages
+        "tokenizer": _tokenizer_hash(tokenizer),
+        "chat_template": read_chat_template(data.chat_template, tokenizer=tokenizer),
+        "split": (split, share, seed) if share else None,
+        "vocab_size": vocab_size,
+        "data": {
+            name: getattr(data, name)
+            for name in ("format", "columns", "train_on", "seq_len", "packing", "on_too_long", "on_bad_record")
+        },
+    }
+    digest = _hash_json(settings)
+    root = Path(data.cache_dir).expanduser() if data.cache_dir else _default_cache()
+    return root / f"{paths[0].stem}-{split}-{digest}"
+
+
+def _default_cache() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "fsdp_trainer" / "data"
+
+
+def _file_hash(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Hash what the tokenizer does, not where it came from: vocabulary, merges, added tokens, special tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    state: dict[str, Any] = json.loads(backend.to_str()) if backend is not None else {"vocab": tokenizer.get_vocab()}
+    state |= {"truncation": None, "padding": None}  # what an earlier call set on the backend; not used here
+    state |= {"special": tokenizer.special_tokens_map, "kind": type(tokenizer).__name__}
+    return _hash_json(state)
+
+
+def _hash_json(value: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True, default=str).encode())

@@ -1,0 +1,248 @@
+"""From `data.train` or `data.eval` to rows on disk: read, encode, pack, and keep the result under a hash of all of it.
+
+One process builds; every process maps the same files.
+"""
+
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
+
+from fsdp_trainer.config import DataConfig
+from fsdp_trainer.data.cache import Source, Split, cache_path, evaluation_share
+from fsdp_trainer.data.chat import read_chat_template
+from fsdp_trainer.data.encode import Encoded, Encoder, build_encoder, encode_examples
+from fsdp_trainer.data.packing import pack_documents
+from fsdp_trainer.data.report import DataReport, load_report, save_report
+from fsdp_trainer.data.rows import Rows, load_rows, save_rows
+from fsdp_trainer.data.sources import BadRecord, Example, read_examples, resolve_paths
+from fsdp_trainer.data.workers import encode_in_processes
+from fsdp_trainer.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_CHUNK_RECORDS = 256
+_WORKERS_PAY_FROM_RECORDS = 5000  # a worker needs seconds to start: it imports transformers
+_SHOWN_BAD_RECORDS = 20
+_LOST_SHARE = 0.1  # more than this share of records dropped or cut is worth a warning
+
+
+def prepare_rows(
+    source: Source,
+    *,
+    data: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    seed: int,
+    split: Split = "train",
+    vocab_size: int | None = None,
+    is_writer: bool = True,
+    wait: Callable[[], None] = lambda: None,
+    on_records: Callable[[int], None] = lambda done: None,
+) -> tuple[Rows, DataReport]:
+    """Return the rows of a source, built when the cache does not hold them.
+
+    In a distributed run every rank calls this; only the one with `is_writer` builds, and `wait` (a barrier) is called
+    once by each between building and loading. `on_records` gets the number of records done so far.
+    """
+    path = cache_path(source, data=data, tokenizer=tokenizer, seed=seed, split=split, vocab_size=vocab_size)
+    if is_writer and not path.exists():
+        build_cache(
+            path,
+            source,
+            data=data,
+            tokenizer=tokenizer,
+            seed=seed,
+            split=split,
+            vocab_size=vocab_size,
+            on_records=on_records,
+        )
+    wait()
+    return load_prepared(path)
+
+
+def build_cache(
+    path: Path,
+    source: Source,
+    *,
+    data: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    seed: int,
+    split: Split = "train",
+    vocab_size: int | None = None,
+    on_records: Callable[[int], None] = lambda done: None,
+) -> None:
+    """Build the rows and put them at `path`, complete or not at all."""
+    encoder = build_encoder(
+        tokenizer,
+        chat_template=read_chat_template(data.chat_template, tokenizer=tokenizer),
+        train_on=data.train_on,
+        seq_len=data.seq_len,
+        on_too_long=data.on_too_long,
+        vocab_size=vocab_size,
+    )
+    rows, report = build_rows(source, data=data, encoder=encoder, seed=seed, split=split, on_records=on_records)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        building = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    except OSError as error:
+        raise DataError(
+            "the cache of prepared rows cannot be written",
+            values=str(error),
+            fix="set data.cache_dir to another folder",
+        ) from error
+    try:
+        save_rows(rows, building)
+        save_report(report, building / "report.json")
+        building.chmod(0o755)  # mkdtemp makes it private; a shared cache serves other users too
+        if not path.exists():
+            building.rename(path)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def load_prepared(path: Path) -> tuple[Rows, DataReport]:
+    """Map the rows that `build_cache` left at `path`, and read their report."""
+    return load_rows(path), load_report(path / "report.json")
+
+
+def build_rows(
+    source: Source,
+    *,
+    data: DataConfig,
+    encoder: Encoder,
+    seed: int,
+    split: Split = "train",
+    on_records: Callable[[int], None] = lambda done: None,
+) -> tuple[Rows, DataReport]:
+    """Read, encode and pack a source in memory."""
+    paths = resolve_paths(source)
+    examples = read_examples(paths, record_format=data.format)
+    if share := evaluation_share(data):
+        held_out = _held_out_digests(paths, data=data, share=share, seed=seed)
+        examples = (example for example in examples if _side(example, held_out) == split)
+
+    parts: list[Encoded] = []
+    records = 0
+    for part in _encode(examples, encoder=encoder, workers=data.workers):
+        if part.bad and data.on_bad_record == "error":
+            raise part.bad[0].error()
+        parts.append(part)
+        records += part.records
+        on_records(records)
+    bad = [record for part in parts for record in part.bad]
+    dropped = sum((part.dropped for part in parts), Counter())
+    if not any(len(part.lengths) for part in parts):
+        raise _nothing_left(paths, records=records, dropped=dropped, bad=bad)
+    rows = _arrange(parts, seq_len=data.seq_len, packing=data.packing)
+    return rows, _report(rows, parts, records=records, dropped=dropped, bad=bad, data=data, encoder=encoder)
+
+
+def _encode(examples: Iterator[Example | BadRecord], *, encoder: Encoder, workers: int) -> Iterator[Encoded]:
+    first = list(islice(examples, _WORKERS_PAY_FROM_RECORDS)) if workers else []
+    chunks = _chunks(chain(first, examples))
+    if workers and len(first) == _WORKERS_PAY_FROM_RECORDS:
+        yield from encode_in_processes(chunks, encoder=encoder, workers=workers)
+    else:
+        yield from (encode_examples(chunk, encoder=encoder) for chunk in chunks)
+
+
+def _chunks(examples: Iterable[Example | BadRecord]) -> Iterator[list[Example | BadRecord]]:
+    iterator = iter(examples)
+    while chunk := list(islice(iterator, _CHUNK_RECORDS)):
+        yield chunk
+
+
+def _side(example: Example | BadRecord, held_out: set[int]) -> Split:
+    return "eval" if isinstance(example, Example) and example.digest in held_out else "train"
+
+
+def _held_out_digests(paths: Sequence[Path], *, data: DataConfig, share: float, seed: int) -> set[int]:
+    """Choose which records evaluate: the share with the smallest seeded hashes of their text.
+
+    By text, not by place: a record that stands twice falls on one side with both copies, so nothing leaks.
+    """
+    examples = read_examples(paths, record_format=data.format)
+    digests = {example.digest for example in examples if isinstance(example, Example)}
+    drawn = sorted(digests, key=lambda digest: xxhash.xxh3_64_intdigest(digest.to_bytes(8, "little"), seed=seed))
+    held_out = set(drawn[: max(1, round(share * len(drawn)))])
+    if len(held_out) == len(drawn):
+        raise DataError(
+            "data.eval takes every record and leaves none to train on",
+            values=f"share {share} of {len(drawn)} different records",
+            fix="lower data.eval, give a file of its own, or add records",
+        )
+    return held_out
+
+
+def _arrange(parts: Sequence[Encoded], *, seq_len: int, packing: bool) -> Rows:
+    """Join the documents of all parts and order them by row."""
+    lengths = np.concatenate([part.lengths for part in parts])
+    row_of = pack_documents(lengths, seq_len=seq_len) if packing else np.arange(len(lengths))
+    order = np.argsort(row_of, kind="stable")
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    spans = [slice(starts[index], starts[index + 1]) for index in order]
+    tokens = np.concatenate([part.tokens for part in parts])
+    supervised = np.concatenate([part.supervised for part in parts])
+    return Rows(
+        tokens=np.concatenate([tokens[span] for span in spans]),
+        supervised=np.concatenate([supervised[span] for span in spans]),
+        document_starts=np.concatenate([[0], np.cumsum(lengths[order])]),
+        row_documents=np.concatenate([[0], np.cumsum(np.bincount(row_of))]),
+    )
+
+
+def _report(
+    rows: Rows,
+    parts: Sequence[Encoded],
+    *,
+    records: int,
+    dropped: Counter,
+    bad: Sequence[BadRecord],
+    data: DataConfig,
+    encoder: Encoder,
+) -> DataReport:
+    truncated = sum(part.truncated for part in parts)
+    stopping = sum(part.stopping for part in parts)
+    supervised_tokens = int(np.count_nonzero(rows.supervised))
+    warnings = []
+    if (endless := rows.n_documents - stopping - truncated) > 0:
+        warnings.append(
+            f"{endless:,} of {rows.n_documents:,} documents do not end with a token the model can stop at; it will "
+            f"not learn to stop from them (such tokens: {encoder.end_tokens()}; look at how the template ends a turn)"
+        )
+    if (lost := sum(dropped.values()) + len(bad)) > _LOST_SHARE * records:
+        warnings.append(f"{lost:,} of {records:,} records are not trained on")
+    if truncated > _LOST_SHARE * rows.n_documents:
+        warnings.append(f"{truncated:,} of {rows.n_documents:,} documents are cut at data.seq_len {data.seq_len}")
+    return DataReport(
+        records=records,
+        documents=rows.n_documents,
+        rows=rows.n_rows,
+        tokens=rows.total_tokens,
+        supervised_tokens=supervised_tokens,
+        longest_tokens=int(np.diff(rows.document_starts).max()),
+        truncated=truncated,
+        dropped=dict(sorted(dropped.items())),
+        skipped=dict(sorted(Counter(record.kind for record in bad).items())),
+        skipped_examples=tuple(f"{record.where}: {record.what}" for record in bad[:_SHOWN_BAD_RECORDS]),
+        packing_efficiency=rows.total_tokens / (rows.n_rows * data.seq_len) if data.packing else None,
+        warnings=tuple(warnings),
+    )
+
+
+def _nothing_left(paths: Sequence[Path], *, records: int, dropped: Counter, bad: Sequence[BadRecord]) -> DataError:
+    counts = [f"{count} {reason}" for reason, count in dropped.items()]
+    counts += [f"{count} {kind} (skipped)" for kind, count in Counter(record.kind for record in bad).items()]
+    first = f"; first: {bad[0].where}: {bad[0].what}" if bad else ""
+    return DataError(
+        "no record is left to train on",
+        values=f"{records} records in {', '.join(map(str, paths))}: {', '.join(counts)}{first}",
+        fix="raise data.seq_len if answers are cut off, or look at the records and at data.format and data.train_on",
+    )

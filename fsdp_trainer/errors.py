@@ -1,0 +1,51 @@
+"""Every error a user can cause, with the exit code the process ends with.
+
+Each message has three parts: what is wrong, the values that show it, and what to set instead.
+"""
+
+
+class FsdpTrainerError(Exception):
+    """Base of the errors this package raises on purpose; `exit_code` is what the command ends with."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, values: str = "", fix: str = "") -> None:
+        self.what, self.values, self.fix = what, values, fix
+        parts = [what, f"  found: {values}" if values else "", f"  to fix: {fix}" if fix else ""]
+        super().__init__("\n".join(part for part in parts if part))
+
+
+class ConfigError(FsdpTrainerError):
+    """A setting is wrong, contradicts another one, or cannot take effect."""
+
+    exit_code = 2
+
+
+class DataError(FsdpTrainerError):
+    """A record, a file, a chat template or the tokenizer cannot be used as asked."""
+
+    exit_code = 3
+
+
+class CheckpointError(FsdpTrainerError):
+    """A checkpoint or a model folder is incomplete, damaged, or of another run."""
+
+    exit_code = 4
+
+
+class NonFiniteError(FsdpTrainerError):
+    """Loss or gradient became NaN or infinite and `train.on_nonfinite` says to stop."""
+
+    exit_code = 5
+
+
+class DistributedError(FsdpTrainerError):
+    """The processes are not what was asked for: too few ranks, FSDP not active, a rank lost."""
+
+    exit_code = 6
+
+
+class Interrupted(FsdpTrainerError):
+    """A signal asked the run to stop; a checkpoint was saved and the run can be resumed."""
+
+    exit_code = 75  # EX_TEMPFAIL: schedulers read it as "start me again"

@@ -1,0 +1,257 @@
+"""Starts the processes of a run through `accelerate launch`, lets them save when stopped, and finds their exit code.
+
+Works without torch: the parent of a run only waits.
+"""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+
+from fsdp_trainer.config import Config
+from fsdp_trainer.errors import ConfigError
+from fsdp_trainer.launch_profile import check_profile, read_profile, write_profile
+from fsdp_trainer.progress import log_error
+from fsdp_trainer.run_folder import STATUS
+
+SCRIPT = Path(__file__).resolve().with_name("train.py")
+
+
+def count_gpus(environ: Mapping[str, str] = os.environ) -> int:
+    """Count the NVIDIA GPUs that a process started now would see; 0 without a driver."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return 0
+    listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=60, check=False)
+    present = sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else 0
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or present == 0:
+        return present
+    count = 0
+    for name in visible.split(","):  # CUDA stops at the first entry it cannot use
+        if not name.strip() or name.strip() == "-1" or (name.strip().isdigit() and int(name) >= present):
+            break
+        count += 1
+    return count
+
+
+def plan_processes(config: Config, *, profile: Path | None, processes: int | None) -> tuple[int, dict[str, Any] | None]:
+    """Decide how many processes a run gets and check settings and profile against that number, before anything starts.
+
+    Without a number it is what the profile says, else one per visible GPU, else 1.
+    """
+    content = read_profile(profile) if profile is not None else None
+    if content is not None:
+        check_profile(content, config, source=str(profile))
+        in_profile = content.get("num_processes", 1)
+        if processes is not None and processes != in_profile:
+            raise ConfigError(
+                "the profile asks for another number of processes",
+                values=f"--processes {processes}, num_processes: {in_profile} in {profile}",
+                fix="make both the same, or leave out one of the two",
+            )
+        processes = in_profile
+    gpus = count_gpus()
+    if processes is None:
+        processes = max(1, gpus)
+    if processes < 1:
+        raise ConfigError("a run needs a process", values=f"--processes {processes}", fix="give 1 or more")
+    if content is None and gpus and processes > gpus:
+        raise ConfigError(
+            "there are more processes than GPUs",
+            values=f"--processes {processes}, {gpus} GPUs visible (CUDA_VISIBLE_DEVICES counts)",
+            fix=f"give --processes {gpus} or fewer, or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on CPU",
+        )
+    config.check_world(processes)
+    return processes, content
+
+
+def launch(
+    config: Config,
+    *,
+    arguments: Sequence[str],
+    profile: str | Path | None = None,
+    processes: int | None = None,
+    on_line: Callable[[str], None] | None = None,
+) -> int:
+    """Run train.py with `arguments` in N processes and return the exit code of the run.
+
+    Ctrl-C and SIGTERM are passed to the workers, which save and stop; a second one ends them at once. With `on_line`
+    (a notebook, where a child's output would go to the server's terminal) each line of output is handed to it.
+    """
+    profile = Path(profile) if profile is not None else None
+    processes, content = plan_processes(config, profile=profile, processes=processes)
+    with tempfile.TemporaryDirectory(prefix="fsdp_trainer-") as folder:
+        if profile is None:
+            profile = write_profile(
+                Path(folder, "profile.yaml"), config, processes=processes, use_cpu=count_gpus() == 0
+            )
+            content = read_profile(profile)
+        assert content is not None
+        command = launch_command(profile, content, arguments=arguments)
+        environ = launch_environment(os.environ, content, processes=processes)
+        status = Path(config.output_dir, STATUS)
+        before = _modified(status)
+        code, stopped_by = _run(command, environ, on_line=on_line)
+    if code == 0:
+        return 0
+    # The elastic agent turns every exit code of a worker into 1; the workers' own stands in the run folder.
+    written, message = _read_status(status) if _modified(status) != before else (None, "")
+    if message:  # said again, since the agent's own report has just scrolled it away
+        (on_line or log_error)(f"error: {message}")
+    if written:
+        return written
+    return 128 + stopped_by if stopped_by is not None else (code if code > 0 else 128 - code)
+
+
+def launch_command(profile: Path, content: Mapping[str, Any], *, arguments: Sequence[str]) -> list[str]:
+    """Build the command line that starts the workers."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(profile)]
+    if not content.get("main_process_port") and content.get("num_machines", 1) == 1:
+        command += ["--main_process_port", str(free_port())]  # 29500 for every run would make two of them collide
+    return [*command, str(SCRIPT), *arguments]
+
+
+def launch_environment(environ: Mapping[str, str], content: Mapping[str, Any], *, processes: int) -> dict[str, str]:
+    """Build the environment of the workers."""
+    result = dict(environ)
+    if content.get("use_cpu"):
+        # Accelerate drops a profile's use_cpu on the way to FSDP workers; on a machine with GPUs they would take those.
+        result["ACCELERATE_USE_CPU"] = "true"
+    local = max(1, processes // int(content.get("num_machines", 1)))
+    # torchrun would set 1 thread for each of several processes, whatever the machine has.
+    result.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // local)))
+    return result
+
+
+def free_port() -> int:
+    """Ask the system for a TCP port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _run(
+    command: Sequence[str], environ: Mapping[str, str], *, on_line: Callable[[str], None] | None
+) -> tuple[int, int | None]:
+    """Run the command to its end; return its exit code and the first signal that was passed on, if any."""
+    pipe = subprocess.PIPE if on_line is not None else None
+    # Its own session: the terminal's Ctrl-C must reach us alone, or the elastic agent would end workers that save.
+    child = subprocess.Popen(
+        command,
+        env=dict(environ),
+        start_new_session=True,
+        stdout=pipe,
+        stderr=subprocess.STDOUT if pipe else None,
+        text=bool(pipe),
+        errors="replace" if pipe else None,
+    )
+    with _passing_signals(child) as received:
+        try:
+            if on_line is not None and child.stdout is not None:
+                for line in child.stdout:
+                    on_line(line.rstrip("\n"))
+            code = child.wait()
+        finally:
+            _end(child)
+    return code, received[0] if received else None
+
+
+@contextmanager
+def _passing_signals(child: "subprocess.Popen[Any]") -> Iterator[list[int]]:
+    """Pass SIGINT, SIGTERM and SIGHUP to the workers while the context is open; yields the signals received."""
+    received: list[int] = []
+    workers: list[psutil.Process] = []
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+        if len(received) == 1:
+            workers.extend(ask_workers_to_stop(child.pid))
+        elif len(received) == 2:
+            child.terminate()  # the elastic agent gives its workers 30 s
+        else:
+            _kill_session(child.pid)
+
+    if threading.current_thread() is not threading.main_thread():  # Python sets handlers in the main thread only
+        yield received
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        _kill(workers)  # an agent that was ended in a bad moment leaves them behind
+
+
+def ask_workers_to_stop(agent_pid: int, *, script: str = str(SCRIPT)) -> list[psutil.Process]:
+    """Send SIGTERM to the processes that run the training script, not to the agent above them; return them.
+
+    The agent must live: on its own SIGTERM it kills the workers after 30 s, in the middle of a save.
+    """
+    asked = []
+    with suppress(psutil.NoSuchProcess):
+        # Direct children only: data workers have the same command line and end with the worker that started them.
+        for process in psutil.Process(agent_pid).children(recursive=False):
+            with suppress(psutil.NoSuchProcess):
+                if script in process.cmdline():
+                    process.send_signal(signal.SIGTERM)
+                    asked.append(process)
+    if not asked:  # nothing to save yet
+        with suppress(ProcessLookupError):
+            os.kill(agent_pid, signal.SIGTERM)
+    return asked
+
+
+def _end(child: "subprocess.Popen[Any]") -> None:
+    """Leave no process behind when the wait ended by an exception."""
+    if child.poll() is None:
+        child.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(timeout=40)
+        _kill_session(child.pid)
+        child.wait()
+
+
+def _kill_session(pid: int) -> None:
+    try:
+        workers = psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        workers = []
+    _kill(workers)  # torchrun gives each worker a session of its own, so the group would not reach them
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _kill(processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _modified(path: Path) -> int | None:
+    """Return the file's time stamp; compared for change, not with a clock, which a file server may not share."""
+    return path.stat().st_mtime_ns if path.is_file() else None
+
+
+def _read_status(path: Path) -> tuple[int | None, str]:
+    """Return the exit code and the message that the workers left, where the file holds them."""
+    try:
+        status = json.loads(path.read_text(encoding="utf-8"))
+        code, message = status["exit_code"], status.get("message", "")
+    except (OSError, ValueError, KeyError, TypeError):
+        return None, ""
+    return (code if isinstance(code, int) and 0 < code < 256 else None), str(message)

@@ -1,0 +1,1 @@
+"""What training takes from a device: measured here; estimated, simulated and planned by what comes later."""

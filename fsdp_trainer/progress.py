@@ -1,0 +1,64 @@
+"""What a person sees while long work runs: single lines, and a bar where a terminal or a notebook can draw one.
+
+Into a file or a pipe a bar becomes one line at the start and one at the end. Only the main rank shows anything.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from fsdp_trainer.units import format_count, format_duration
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """Make a console that never reads markup or breaks a line: paths and tracebacks come out as they are."""
+    # Made anew each time: sys.stdout is another object in a notebook, under a test, and while a bar is drawn.
+    return Console(stderr=stderr, soft_wrap=True, markup=False, highlight=False, emoji=False)
+
+
+def log_line(text: str, *, is_main: bool = True) -> None:
+    """Show one line on the main rank."""
+    if is_main:
+        make_console().print(text)
+
+
+def log_error(text: str) -> None:
+    """Show a message on standard error, from whichever rank has it."""
+    make_console(stderr=True).print(text)
+
+
+@contextmanager
+def show_progress(description: str, *, total: int | None, is_main: bool = True) -> Iterator[Callable[[int], None]]:
+    """Show the progress of long work; call what it yields with the number of items done since the last call.
+
+    `total` may be None where the amount is not known. Other ranks than the main one show nothing.
+    """
+    if not is_main:
+        yield lambda count: None
+        return
+    console = make_console()
+    started, done = time.monotonic(), 0
+    if console.is_terminal or console.is_jupyter:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        # transient: what stays on the screen is the one line below, the same as in a log file.
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task(description, total=total)
+
+            def advance_bar(count: int) -> None:
+                nonlocal done
+                done += count
+                bar.advance(task, count)
+
+            yield advance_bar
+    else:
+        console.print(f"{description} ..." if total is None else f"{description}: {format_count(total)} ...")
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+
+        yield advance
+    console.print(f"{description}: {format_count(done)} in {format_duration(time.monotonic() - started)}")

@@ -1,0 +1,171 @@
+"""Build a run: the one place that knows the order in which its parts are made.
+
+Training, planning and the tests all call `build_run`; on a simulated runtime the same lines run on fake tensors.
+"""
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_trainer.activation_checkpointing import apply_activation_checkpointing
+from fsdp_trainer.config import Config, OptimConfig
+from fsdp_trainer.loss import attach_loss, find_logit_transform
+from fsdp_trainer.model import (
+    build_meta_model,
+    find_parts,
+    initialize_randomly,
+    load_hf_config,
+    load_weights,
+    materialize_parameters,
+    place_buffers,
+)
+from fsdp_trainer.optim.adamw import build_adamw
+from fsdp_trainer.runtime import Runtime, check_precision
+from fsdp_trainer.sharding import COMPUTE_DTYPES, Sharding, apply_sharding, build_mesh, strategy_name
+from fsdp_trainer.units import format_bytes, format_count
+
+
+@dataclass(frozen=True)
+class Run:
+    """A sharded model with its optimizer, ready for `train_step`.
+
+    `model` is the Hugging Face model itself, its parameters are DTensors under their own names. `hf_config` is the
+    source's config, untouched, for the export. `facts` has one line per applied technique, for the log.
+    """
+
+    config: Config
+    runtime: Runtime
+    model: nn.Module
+    optimizer: torch.optim.AdamW
+    scaler: torch.amp.GradScaler | None
+    sharding: Sharding
+    hf_config: Any
+    facts: tuple[str, ...]
+
+
+def build_run(config: Config, runtime: Runtime, *, load: bool = True) -> Run:
+    """Build the run that `config` describes on `runtime`, weights loaded unless `load` is False (a resume follows).
+
+    Raises ConfigError or CheckpointError for a model that cannot be trained, before any memory is taken on the device.
+    """
+    # 1. Refuse what the hardware or the model cannot do while nothing is allocated.
+    check_precision(config.precision, runtime.device)
+    hf_config = load_hf_config(
+        config.model.path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
+    )
+    # 2. Parameters on meta: no rank ever holds the whole model. fp32 masters, whatever the compute dtype is.
+    model = build_meta_model(
+        copy.deepcopy(hf_config),
+        attention=config.model.attention,
+        dtype=torch.float32,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    parts = find_parts(model)
+    # 3. The loss replaces the head's forward before FSDP hooks the modules, so that the weight is whole around it.
+    transform = find_logit_transform(model, decoder=parts.decoder, head=parts.head, hf_config=model.config)
+    attach_loss(
+        model,
+        decoder=parts.decoder,
+        head=parts.head,
+        transform=transform,
+        kind=config.loss.kind,
+        chunk_tokens=config.loss.chunk_tokens,
+    )
+    # 4. Checkpointing before sharding: FSDP outside, so a layer is gathered once for recomputation and backward.
+    checkpointing = config.activation_checkpointing
+    recomputed = apply_activation_checkpointing(parts.layers, mode=checkpointing.mode, every_n=checkpointing.every_n)
+    with runtime.tensors():
+        # 5. Buffers are whole on every rank; FSDP expects them where it computes.
+        place_buffers(model, runtime.place)
+        # 6. Shard while on meta, then give only the shards memory.
+        offload = config.sharding.offload == "params"
+        sharding = apply_sharding(
+            model,
+            parts,
+            mesh=build_mesh(runtime, zero_stage=config.sharding.zero_stage, replicate=config.sharding.replicate),
+            zero_stage=config.sharding.zero_stage,
+            replicate=config.sharding.replicate,
+            reshard_after_forward=config.sharding.reshard_after_forward,
+            offload_params=offload,
+            pin_memory=runtime.device.type == "cuda",
+            compute_dtype=COMPUTE_DTYPES[config.precision],
+            reduce_dtype=COMPUTE_DTYPES[config.sharding.reduce_dtype or "fp32"],
+        )
+        materialize_parameters(model, torch.device("cpu") if offload else runtime.device)
+        assert not parts.tied or parts.embedding.weight is parts.head.weight, "the tie was lost"
+        # 7. Values: a simulated run has none, a resumed one reads its checkpoint instead.
+        if load and not runtime.simulated:
+            _fill(model, hf_config, config)
+        # 8. The optimizer last: made before sharding it would hold parameters that are no longer the model's.
+        optimizer = _build_optimizer(model, config.optim)
+        _prepare(runtime, model, optimizer)
+        scaler = torch.amp.GradScaler(runtime.device.type) if config.precision == "fp16" else None
+        # 9. Dropout differs between ranks and is the same in every rerun.
+        torch.manual_seed(config.train.seed * 1_000_003 + runtime.rank)
+    facts = _facts(config, runtime, model, len(parts.layers), recomputed, optimizer)
+    return Run(config, runtime, model, optimizer, scaler, sharding, hf_config, facts)
+
+
+def _fill(model: nn.Module, hf_config: Any, config: Config) -> None:
+    if config.model.init == "random":
+        initialize_randomly(model, hf_config, seed=config.train.seed, trust_remote_code=config.model.trust_remote_code)
+    else:
+        load_weights(model, Path(config.model.path))
+
+
+def _build_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
+    return build_adamw(
+        model,
+        lr=optim.lr,
+        betas=(optim.betas[0], optim.betas[1]),
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        no_decay=optim.no_decay,
+        implementation=optim.implementation,
+    )
+
+
+def _prepare(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Hand model and optimizer to Accelerate, which takes an FSDP module as it is, and keep our parameter objects.
+
+    Accelerate re-points optimizer parameters by data_ptr; fake tensors and empty shards all have 0, so several
+    parameters would collapse into one (accelerator.py, `_prepare_fsdp2`, 1.15.0). Hence save, restore and compare.
+    """
+    before = [list(group["params"]) for group in optimizer.param_groups]
+    runtime.accelerator.prepare(model, optimizer)
+    for group, parameters in zip(optimizer.param_groups, before, strict=True):
+        group["params"] = parameters
+    owned = {id(parameter) for parameter in model.parameters()}
+    stray = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in owned]
+    assert not stray, f"{len(stray)} optimizer parameters are not parameters of the sharded model"
+
+
+def _facts(
+    config: Config,
+    runtime: Runtime,
+    model: nn.Module,
+    n_layers: int,
+    recomputed: list[int],
+    optimizer: torch.optim.Optimizer,
+) -> tuple[str, ...]:
+    total = sum(parameter.numel() for parameter in model.parameters())
+    local = sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in model.parameters())
+    groups = ", ".join(
+        f"{len(group['params'])} tensors with weight decay {group['weight_decay']:g}"
+        for group in optimizer.param_groups
+    )
+    compute = "" if config.precision == "fp32" else f", {config.precision} compute"
+    strategy = strategy_name(config.sharding.zero_stage, config.sharding.replicate)
+    lines = [
+        f"model {config.model.path}: {format_count(total)} parameters, fp32 masters{compute}, fp32 reduction and loss",
+        f"sharded {n_layers} decoder layers over {runtime.world_size} ranks ({strategy}"
+        f"{', parameters offloaded to the host' if config.sharding.offload == 'params' else ''}): "
+        f"{format_bytes(4 * local)} of parameters, {format_bytes(12 * local)} of gradients and optimizer state a rank",
+        f"activation checkpointing: {len(recomputed)} of {n_layers} decoder layers are recomputed",
+        f"AdamW ({config.optim.implementation}): {groups}",
+    ]
+    return tuple(lines)

@@ -1,0 +1,74 @@
+"""Checkpoints of a running loop: at most one in flight, and the last one always waited for."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from fsdp_trainer.checkpoint import PendingSave, save_checkpoint
+from fsdp_trainer.checkpoint_folder import Progress, checkpoint_path
+from fsdp_trainer.progress import log_line
+from fsdp_trainer.run import Run
+
+
+class Saver:
+    """Saves one run. Every method is collective; failures are raised on all ranks."""
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        facts: Mapping[str, Any],
+        process_group: dist.ProcessGroup | None,
+        output_dir: Path,
+        saved_step: int,
+    ) -> None:
+        self._run, self._facts, self._group, self._output_dir = run, facts, process_group, output_dir
+        self._pending: PendingSave | None = None
+        self._saved_step = saved_step
+
+    def save(self, progress: Progress) -> None:
+        """Save after a step; in the background unless `checkpoint.async_save` is off."""
+        self._save(progress, asynchronous=self._run.config.checkpoint.async_save)
+
+    def save_now(self, progress: Progress) -> Path:
+        """Make sure that this very state is on disk, and return its folder."""
+        if progress.step != self._saved_step:
+            self._save(progress, asynchronous=False)
+        self._finish()
+        return checkpoint_path(self._output_dir, progress.step)
+
+    def poll(self) -> None:
+        """Notice a background save that is done or has failed; called once a step."""
+        if self._pending is not None and self._pending.poll():
+            self._say(self._pending)
+            self._pending = None
+
+    def _save(self, progress: Progress, *, asynchronous: bool) -> None:
+        self._finish()
+        run = self._run
+        self._pending = save_checkpoint(
+            self._output_dir,
+            model=run.model,
+            optimizer=run.optimizer,
+            scaler=run.scaler,
+            progress=progress,
+            facts=self._facts,
+            device=run.runtime.device,
+            process_group=self._group,
+            asynchronous=asynchronous,
+            keep_latest=run.config.checkpoint.keep_latest,
+        )
+        self._saved_step = progress.step
+        if not asynchronous:
+            self._finish()
+
+    def _finish(self) -> None:
+        if self._pending is not None:
+            self._pending.wait()
+            self._say(self._pending)
+            self._pending = None
+
+    def _say(self, saved: PendingSave) -> None:
+        log_line(f"checkpoint: {saved.path}", is_main=self._run.runtime.is_main)

@@ -1,0 +1,116 @@
+"""ZeRO stages as FSDP2: which modules form a unit, on which mesh, and when a unit's weights and gradients are whole.
+
+[Note: stages] Every stage uses `fully_shard`; stages differ in the mesh, in reshard_after_forward and in what happens
+between the micro-batches of one optimizer step. Counted collectives per step define them (tests/distributed/
+test_stages.py): stage 3 gathers in every forward and backward, stages 1 and 2 gather once a step, stages 0 and 1
+reduce once a step, stages 2 and 3 reduce every micro-batch and so keep gradients sharded.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from fsdp_trainer.model import ModelParts
+from fsdp_trainer.runtime import Runtime
+
+STRATEGIES = ("NO_SHARD", "SHARD_OPT", "SHARD_GRAD_OP", "FULL_SHARD")  # by ZeRO stage
+COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The sharded units of one model and what their stage does between micro-batches."""
+
+    root: FSDPModule
+    units: tuple[FSDPModule, ...]
+    zero_stage: int
+    replicate: int
+    reduce_every_micro_batch: bool
+
+    def before_micro_batch(self, *, is_last: bool) -> None:
+        """Set what the next forward and backward gather, keep and reduce; see [Note: stages]."""
+        if self.zero_stage < 3:
+            self.root.set_reshard_after_backward(is_last)
+        if not self.reduce_every_micro_batch:
+            self.root.set_requires_gradient_sync(is_last)
+        elif self.replicate > 1:
+            # Shards are summed inside a group every micro-batch; only the last sum crosses the groups.
+            self.root.set_requires_all_reduce(is_last)
+
+    def reshard_all(self) -> None:
+        """Free every gathered weight. An evaluation forward leaves them gathered where reshard_after_forward is off,
+        and the next weight change would then be ignored in silence."""
+        for unit in self.units:
+            unit.reshard()
+
+
+def strategy_name(zero_stage: int, replicate: int) -> str:
+    """Return the strategy's usual name, such as FULL_SHARD for stage 3."""
+    return "HYBRID_SHARD" if replicate > 1 else STRATEGIES[zero_stage]
+
+
+def build_mesh(runtime: Runtime, *, zero_stage: int, replicate: int) -> DeviceMesh:
+    """Build the mesh: (world, 1) for stage 0, (replicate, world / replicate) for HYBRID, else (world,)."""
+    if zero_stage == 0:
+        return runtime.mesh(runtime.world_size, 1, names=("dp_replicate", "dp_shard"))
+    if replicate > 1:
+        return runtime.mesh(replicate, runtime.world_size // replicate, names=("dp_replicate", "dp_shard"))
+    return runtime.mesh(runtime.world_size, names=("dp_shard",))
+
+
+def apply_sharding(
+    model: nn.Module,
+    parts: ModelParts,
+    *,
+    mesh: DeviceMesh,
+    zero_stage: int,
+    replicate: int,
+    reshard_after_forward: int | None,
+    offload_params: bool,
+    pin_memory: bool,
+    compute_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+) -> Sharding:
+    """Shard the model in place, one unit per decoder layer, and return its units.
+
+    Masters stay in the dtype the model was built in; compute casts to `compute_dtype`, gradients are reduced in
+    `reduce_dtype`. `reshard_after_forward=k` lets the backward gather within k ranks. `offload_params` keeps weights,
+    gradients and optimizer state in host memory; it reduces every micro-batch, as a gradient must leave the device.
+    """
+    reshard: bool | int = zero_stage == 3
+    if zero_stage == 3 and reshard_after_forward is not None:
+        reshard = reshard_after_forward
+    options = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype),
+        "offload_policy": CPUOffloadPolicy(pin_memory=pin_memory) if offload_params else OffloadPolicy(),
+    }
+    for layer in parts.layers:
+        fully_shard(layer, reshard_after_forward=reshard, **options)
+    for unit in _outer_units(parts):
+        fully_shard(unit, reshard_after_forward=reshard, **options)
+    # What is left (position embeddings, say) is small and used first and last: it stays gathered through the step.
+    fully_shard(model, reshard_after_forward=False, **options)
+    assert isinstance(model, FSDPModule)
+    return Sharding(
+        root=model,
+        units=tuple(module for module in model.modules() if isinstance(module, FSDPModule)),
+        zero_stage=zero_stage,
+        replicate=replicate,
+        reduce_every_micro_batch=zero_stage >= 2 or offload_params,
+    )
+
+
+def _outer_units(parts: ModelParts) -> Sequence[list[nn.Module]]:
+    """Return the units around the layers: one for tied weights, which may lie in one group only, else two.
+
+    Untied, embedding and head are apart: one group would need a reduce-scatter buffer for both tables at once.
+    """
+    norm = [parts.final_norm] if parts.final_norm is not None else []
+    if parts.tied:
+        return [[parts.embedding, *norm, parts.head]]
+    return [[parts.embedding], [*norm, parts.head]]

@@ -1,0 +1,107 @@
+"""One optimizer step and one evaluation forward: the only place that knows what a step is.
+
+Nothing here reads a tensor's value on the host, so the same lines run on fake tensors; the loop reads the results.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from fsdp_trainer.data.loader import MicroBatch, Window
+from fsdp_trainer.loss import Supervision
+from fsdp_trainer.run import Run
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step leaves on the device, each an fp32 scalar that is equal on every rank.
+
+    loss: mean over the window's supervised tokens of all ranks and micro-batches. grad_norm: global, before clipping.
+    skipped: 1 when the gradient was not finite and the weights were left as they were, else 0.
+    """
+
+    loss: torch.Tensor
+    grad_norm: torch.Tensor
+    skipped: torch.Tensor
+
+
+def train_step(run: Run, window: Window, *, learning_rate: float) -> StepOutput:
+    """Accumulate the window's gradients, clip by the global norm, and move the weights once."""
+    with run.runtime.tensors():
+        loss_sum = torch.zeros((), dtype=torch.float32, device=run.runtime.device)
+        scale = _backward_scale(run, window.supervised_tokens)
+        for index, micro_batch in enumerate(window.micro_batches):
+            run.sharding.before_micro_batch(is_last=index == len(window.micro_batches) - 1)
+            scaled_loss, summed_loss = _forward(run, micro_batch, scale)
+            scaled_loss.backward()
+            loss_sum += summed_loss
+        # A gathered weight would hide the update from the next forward.
+        run.sharding.reshard_all()
+        if run.scaler is not None:
+            run.scaler.unscale_(run.optimizer)
+        grad_norm = _clip_gradients(run)
+        skipped = _move_weights(run, grad_norm, learning_rate)
+        run.optimizer.zero_grad(set_to_none=True)
+        dist.all_reduce(loss_sum)
+        return StepOutput(loss_sum / window.supervised_tokens, grad_norm, skipped)
+
+
+@torch.no_grad()
+def eval_step(run: Run, micro_batch: MicroBatch) -> torch.Tensor:
+    """Return this rank's summed loss over the micro-batch's supervised tokens, an fp32 scalar on the device."""
+    with run.runtime.tensors():
+        one = torch.ones((), dtype=torch.float32, device=run.runtime.device)
+        return _forward(run, micro_batch, one)[1]
+
+
+def _backward_scale(run: Run, supervised_tokens: int) -> torch.Tensor:
+    """Return the factor from a summed loss to what backward is called on.
+
+    FSDP averages gradients over ranks, so the window's mean over all ranks needs the world size once; the count is
+    the whole window's, so a rank or micro-batch with few supervised tokens weighs no more than its tokens.
+    """
+    factor = run.runtime.world_size / max(1, supervised_tokens)
+    scale = torch.full((), factor, dtype=torch.float32, device=run.runtime.device)
+    return scale if run.scaler is None else run.scaler.scale(scale)
+
+
+def _forward(run: Run, micro_batch: MicroBatch, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    place = run.runtime.place
+    return run.model(
+        input_ids=place(micro_batch.input_ids),
+        position_ids=place(micro_batch.position_ids),
+        document_ids=None if micro_batch.document_ids is None else place(micro_batch.document_ids),
+        supervision=Supervision(place(micro_batch.supervised_positions), place(micro_batch.targets), scale),
+    )
+
+
+def _clip_gradients(run: Run) -> torch.Tensor:
+    """Scale all gradients down to `max_grad_norm` by their true global norm; return the norm before that."""
+    parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    if run.config.optim.max_grad_norm:
+        torch.nn.utils.clip_grads_with_norm_(parameters, run.config.optim.max_grad_norm, norm)
+    return norm.float()
+
+
+def _move_weights(run: Run, grad_norm: torch.Tensor, learning_rate: float) -> torch.Tensor:
+    """Step the optimizer unless the global norm is not finite; every rank has the same norm, so all agree.
+
+    The fused kernel takes the verdict as a device scalar (`found_inf`) and leaves weights, moments and step counts
+    alone, so nothing is read on the host. Only there can a step be skipped; config.py refuses the rest.
+    """
+    for group in run.optimizer.param_groups:
+        group["lr"] = learning_rate
+    skipped = (~torch.isfinite(grad_norm)).float()
+    if run.scaler is not None:
+        run.scaler.step(run.optimizer)
+        run.scaler.update()
+    else:
+        if run.config.optim.implementation == "fused":
+            run.optimizer.found_inf = skipped  # type: ignore[attr-defined]
+        run.optimizer.step()
+    return skipped

@@ -1,0 +1,96 @@
+"""The script that `accelerate launch fsdp_trainer/train.py --config run.yaml --section.key=value` runs on every rank.
+
+Never imported: it puts `sys.path` right, reads the settings with the same code as the command, and calls `finetune`.
+"""
+
+import os
+import sys
+
+# Run by path, Python puts this folder first on sys.path, where our modules would hide others of the same name.
+_FOLDER = os.path.dirname(os.path.realpath(__file__))
+sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry or os.curdir) != _FOLDER]
+
+import argparse  # noqa: E402
+import json  # noqa: E402
+import time  # noqa: E402
+from contextlib import suppress  # noqa: E402
+from importlib.util import find_spec  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+if find_spec("fsdp_trainer") is None:  # a checkout that was never installed
+    sys.path.insert(0, os.path.dirname(_FOLDER))
+
+import psutil  # noqa: E402
+
+from fsdp_trainer.config import Config  # noqa: E402
+from fsdp_trainer.config_reading import check_command_flags  # noqa: E402
+from fsdp_trainer.errors import DistributedError, FsdpTrainerError, Interrupted  # noqa: E402
+from fsdp_trainer.launch_profile import check_environment  # noqa: E402
+from fsdp_trainer.progress import log_error  # noqa: E402
+from fsdp_trainer.run_folder import STATUS, write_status  # noqa: E402
+
+
+def main(words: list[str] | None = None) -> int:
+    """Train as the command line says and return the exit code; a message names the rank it comes from."""
+    parser = argparse.ArgumentParser(
+        description="Run by `accelerate launch`; every other word is a setting, --section.key=value.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="RUN.YAML", help="settings file")
+    known, overrides = parser.parse_known_args(words)
+    rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    try:
+        check_command_flags(overrides, root=Config, flags=("--config",))
+        config = Config.load(known.config, overrides)
+        check_environment(config, os.environ)
+        config.check_world(int(world_size))
+
+        _finetune(config)
+    except FsdpTrainerError as error:
+        prefix = f"[rank {rank}] " if world_size != "1" else ""
+        log_error(f"{prefix}error: {error}")
+        return error.exit_code
+    return 0
+
+
+def _finetune(config: Config) -> None:
+    """Train, and leave the exit code in the run folder whichever rank fails: only there the launcher can find it."""
+    try:
+        from fsdp_trainer.training import finetune  # after the checks: it imports torch
+
+        finetune(config)
+    except FsdpTrainerError as error:
+        secondary = isinstance(error, DistributedError | Interrupted)
+        state = "interrupted" if isinstance(error, Interrupted) else "failed"
+        record_end(Path(config.output_dir), error.exit_code, state=state, message=str(error), secondary=secondary)
+        raise
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+        record_end(Path(config.output_dir), 1, state="failed", message=message, secondary=True)
+        raise
+
+
+def record_end(folder: Path, exit_code: int, *, state: str, message: str, secondary: bool) -> None:
+    """Write how the run ended into its folder.
+
+    A `secondary` end is what a rank sees when another one has gone: a lost connection, the agent's SIGTERM. It does not
+    replace the failure that another rank of this run has recorded.
+    """
+    path, step = folder / STATUS, 0
+    if secondary:
+        time.sleep(SECONDS_FOR_THE_CAUSE)
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        status = json.loads(path.read_text(encoding="utf-8"))
+        step = int(status["step"])
+        in_this_run = path.stat().st_mtime >= psutil.Process().create_time()
+        if secondary and in_this_run and status["state"] == "failed":
+            return
+    with suppress(OSError):  # a full disk must not hide the error that is on its way up
+        write_status(folder, state=state, exit_code=exit_code, step=step, message=message)
+
+
+SECONDS_FOR_THE_CAUSE = 0.3  # all ranks fail at about the same moment; the one that knows why writes first
+
+
+if __name__ == "__main__":
+    sys.exit(main())

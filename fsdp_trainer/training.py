@@ -1,0 +1,397 @@
+"""Fine-tune: prepare the data, build the run or bring it back, loop over optimizer steps, export.
+
+The loop is where tensors are read on the host; what a step does is step.py's business alone.
+"""
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+import torch.distributed as dist
+import transformers
+
+from fsdp_trainer.checkpoint import build_save_group, find_checkpoint, load_checkpoint
+from fsdp_trainer.checkpoint_folder import Progress, published, remove_leftovers
+from fsdp_trainer.config import Config
+from fsdp_trainer.data.loader import evaluation_windows, iterate_windows, steps_per_epoch
+from fsdp_trainer.data.rows import Rows
+from fsdp_trainer.errors import ConfigError, FsdpTrainerError, Interrupted, NonFiniteError
+from fsdp_trainer.export import export_model
+from fsdp_trainer.memory.measure import measure_memory
+from fsdp_trainer.optim.schedule import learning_rate, warmup_length
+from fsdp_trainer.progress import log_line
+from fsdp_trainer.run import Run, build_run
+from fsdp_trainer.run_folder import SETTINGS, append_metrics, trim_metrics, write_status, write_text_atomically
+from fsdp_trainer.runtime import Runtime, build_runtime
+from fsdp_trainer.saving import Saver
+from fsdp_trainer.signals import StopRequest, stop_on_signals
+from fsdp_trainer.step import StepOutput, eval_step, train_step
+from fsdp_trainer.training_data import TrainingData, load_training_data
+
+MAX_SKIPPED_IN_A_ROW = 3
+# The fp16 scaler starts at 2**16 and halves at each overflow: 16 in a row bring it to 1, where scaling ends.
+MAX_OVERFLOWS_IN_A_ROW = 16
+
+
+def finetune(config: Config, *, processes: int | None = None) -> Path:
+    """Fine-tune as `config` says and return the run folder; inside a launched process it is one of the ranks.
+
+    With `processes` (a script or a notebook) it starts that many and waits. Raises FsdpTrainerError for what the user
+    can mend; Interrupted after a signal, with a checkpoint saved.
+    """
+    if processes is not None and "RANK" not in os.environ:
+        return _start_processes(config, processes)
+    with stop_on_signals() as stop:
+        runtime = build_runtime(
+            timeout_minutes=config.train.timeout_minutes,
+            trackers=config.log.trackers,
+            tracker_dir=Path(config.output_dir),
+        )
+        config.check_world(runtime.world_size)
+        return _finetune(config, runtime, stop)
+
+
+def _start_processes(config: Config, processes: int) -> Path:
+    from fsdp_trainer.launch import launch
+
+    with tempfile.TemporaryDirectory() as folder:
+        settings = Path(folder) / SETTINGS
+        config.save(settings)
+        # A notebook shows what this process prints, not what a child writes to the server's terminal.
+        on_line = log_line if "ipykernel" in sys.modules else None
+        code = launch(config, arguments=["--config", str(settings)], processes=processes, on_line=on_line)
+    if code:
+        known = {error.exit_code: error for error in FsdpTrainerError.__subclasses__()}
+        raise known.get(code, FsdpTrainerError)(
+            "The run did not finish.", values=f"exit code {code}", fix="the messages above say why"
+        )
+    return Path(config.output_dir)
+
+
+@dataclass(frozen=True)
+class _Session:
+    """What the loop needs besides the run: data, where things are written, and who asked to stop."""
+
+    data: TrainingData
+    total_steps: int
+    output_dir: Path
+    stop: StopRequest
+    saver: Saver
+
+
+def _finetune(config: Config, runtime: Runtime, stop: StopRequest) -> Path:
+    output_dir = Path(config.output_dir)
+    data = runtime.main_first("prepare data", lambda: load_training_data(config, is_writer=runtime.local_rank == 0))
+    _log_data(data, config, runtime)
+    total_steps = _total_steps(config, data.train)
+    resume_from = _find_start(config, runtime, output_dir)
+    run = build_run(config, runtime, load=resume_from is None)
+    for fact in run.facts:
+        log_line(fact, is_main=runtime.is_main)
+    facts = {"config": config.to_dict(), "versions": _versions(), "data": data.digest, **_unchangeable(config)}
+    save_group = build_save_group(timeout=timedelta(minutes=config.train.timeout_minutes))
+    progress = Progress()
+    if resume_from is not None:
+        progress = load_checkpoint(
+            resume_from,
+            model=run.model,
+            optimizer=run.optimizer,
+            scaler=run.scaler,
+            device=runtime.device,
+            seed=config.train.seed,
+            must_match={"data": data.digest, **_unchangeable(config)},
+            log=log_line,
+        )
+        log_line(f"resumed from {resume_from} at step {progress.step}", is_main=runtime.is_main)
+    if runtime.is_main:
+        write_text_atomically(output_dir / SETTINGS, config.to_yaml())
+        trim_metrics(output_dir, after_step=progress.step)
+        write_status(output_dir, state="running", exit_code=0, step=progress.step)
+    if config.log.trackers:
+        runtime.accelerator.init_trackers("tracker", config=_flat(config.to_dict()))
+    saver = Saver(run, facts=facts, process_group=save_group, output_dir=output_dir, saved_step=progress.step)
+    session = _Session(data, total_steps, output_dir, stop, saver)
+    progress = _train(run, session, progress)
+    _finish(run, session, progress)
+    return output_dir
+
+
+def _train(run: Run, session: _Session, progress: Progress) -> Progress:
+    """Loop over the remaining optimizer steps; saves are agreed by all ranks, so all leave together."""
+    config, runtime, data = run.config, run.runtime, session.data
+    windows = iterate_windows(
+        data.train,
+        start=progress.step,
+        stop=session.total_steps,
+        global_batch_size=config.batch.global_batch_size,
+        micro_batch_size=config.batch.micro_batch_size,
+        rank=runtime.rank,
+        world_size=runtime.world_size,
+        seed=config.train.seed,
+        shuffle=config.data.shuffle,
+        seq_len=config.data.seq_len,
+        packing=config.data.packing,
+        pad_token_id=data.pad_token_id,
+    )
+    with closing(windows):
+        for window in windows:
+            rate = _learning_rate(config, progress.optimizer_steps, session.total_steps)
+            started = time.perf_counter()
+            output = train_step(run, window, learning_rate=rate)
+            loss, grad_norm, skipped = _read(output)
+            seconds = time.perf_counter() - started
+            if skipped or loss != loss:
+                _check_skip(run, progress, loss=loss, grad_norm=grad_norm, rows=window.row_indices)
+            progress = _advance(progress, window, skipped=skipped)
+            if progress.step % config.log.every_steps == 0 or progress.step == session.total_steps:
+                row = {
+                    "step": progress.step,
+                    "epoch": round(progress.step / data.steps_per_epoch, 6),
+                    "loss": loss,
+                    "grad_norm": grad_norm,
+                    "lr": rate,
+                    "tokens": window.tokens,
+                    "supervised_tokens": window.supervised_tokens,
+                    "step_seconds": seconds,
+                    "tokens_per_second": window.tokens / seconds,
+                    "mfu": None,  # needs the peak of the device, which the hardware catalogue will know
+                    **measure_memory(runtime.device),
+                }
+                _log_step(run, session, row, skipped=skipped)
+            if session.stop.agreed():
+                _stop(session, progress)
+            if _evaluation_is_due(config, progress.step, session.total_steps):
+                _evaluate(run, session, progress)
+            session.saver.poll()
+            if progress.step % config.checkpoint.every_steps == 0:
+                session.saver.save(progress)
+    return progress
+
+
+def _read(output: StepOutput) -> tuple[float, float, bool]:
+    """Read a step's results in one transfer; this is where the host waits for the device."""
+    scalars = torch.stack([output.loss, output.grad_norm.to(output.loss.device), output.skipped.to(output.loss.device)])
+    loss, grad_norm, skipped = scalars.tolist()
+    return loss, grad_norm, bool(skipped)
+
+
+def _advance(progress: Progress, window: Any, *, skipped: bool) -> Progress:
+    return replace(
+        progress,
+        step=progress.step + 1,
+        optimizer_steps=progress.optimizer_steps + (not skipped),
+        skipped_steps=progress.skipped_steps + skipped,
+        consecutive_skipped=progress.consecutive_skipped + 1 if skipped else 0,
+        tokens_seen=progress.tokens_seen + window.tokens,
+        supervised_tokens_seen=progress.supervised_tokens_seen + window.supervised_tokens,
+    )
+
+
+def _check_skip(run: Run, progress: Progress, *, loss: float, grad_norm: float, rows: tuple[int, ...]) -> None:
+    """Decide about a step whose gradient was not finite; loss and norm are equal on all ranks, so is the decision.
+
+    An fp16 overflow is no error: the scaler halves its scale and the next step fits. Everything else follows
+    `train.on_nonfinite`.
+    """
+    in_a_row = progress.consecutive_skipped + 1
+    overflow = run.scaler is not None and loss == loss and abs(loss) != float("inf")
+    limit = MAX_OVERFLOWS_IN_A_ROW if overflow else MAX_SKIPPED_IN_A_ROW
+    if overflow or run.config.train.on_nonfinite == "skip":
+        if in_a_row <= limit:
+            return
+        reason = f"{in_a_row} steps in a row were not finite."
+    else:
+        reason = "The gradient of a step is not finite."
+    raise NonFiniteError(
+        reason,
+        values=f"step {progress.step + 1}: loss {loss}, gradient norm {grad_norm}, rows {list(rows)[:16]}",
+        fix="look at these rows, lower optim.lr or set train.on_nonfinite: skip; the last checkpoint is as it was",
+    )
+
+
+def _learning_rate(config: Config, optimizer_steps: int, total_steps: int) -> float:
+    schedule = config.schedule
+    return learning_rate(
+        optimizer_steps,
+        name=schedule.name,
+        peak=config.optim.lr,
+        total_steps=total_steps,
+        warmup=warmup_length(total_steps, warmup_ratio=schedule.warmup_ratio, warmup_steps=schedule.warmup_steps),
+        min_lr_ratio=schedule.min_lr_ratio,
+        warmup_shape=schedule.warmup_shape,
+    )
+
+
+def _total_steps(config: Config, rows: Rows) -> int:
+    if config.train.max_steps is not None:
+        return config.train.max_steps
+    return config.train.epochs * steps_per_epoch(rows.n_rows, global_batch_size=config.batch.global_batch_size)
+
+
+def _stop(session: _Session, progress: Progress) -> None:
+    path = session.saver.save_now(progress)
+    raise Interrupted(
+        f"Stopped on {session.stop.received or 'a signal to another rank'} after step {progress.step}.",
+        values=f"saved {path}",
+        fix="start the same command again to go on from there",
+    )
+
+
+# Evaluation
+
+
+def evaluate(run: Run, rows: Rows, *, pad_token_id: int, stop: StopRequest | None = None) -> float | None:
+    """Return the mean loss over all supervised tokens of `rows`, the same for every world size and micro-batch.
+
+    None when a signal arrived meanwhile. Weights are resharded afterwards.
+    """
+    config, runtime = run.config, run.runtime
+    windows = evaluation_windows(
+        rows,
+        micro_batch_size=config.batch.micro_batch_size,
+        rank=runtime.rank,
+        world_size=runtime.world_size,
+        seq_len=config.data.seq_len,
+        packing=config.data.packing,
+        pad_token_id=pad_token_id,
+    )
+    total = torch.zeros((), dtype=torch.float64, device=runtime.device)
+    tokens = 0
+    run.model.eval()
+    try:
+        with closing(windows):
+            for window in windows:
+                if stop is not None and stop.agreed():
+                    return None
+                for micro_batch in window.micro_batches:
+                    total += eval_step(run, micro_batch)
+                tokens += window.supervised_tokens
+    finally:
+        run.model.train()
+        run.sharding.reshard_all()
+    dist.all_reduce(total)
+    return total.item() / tokens
+
+
+def _evaluation_is_due(config: Config, step: int, total_steps: int) -> bool:
+    every = config.eval.every_steps
+    return (every is not None and step % every == 0) or (config.eval.at_end and step == total_steps)
+
+
+def _evaluate(run: Run, session: _Session, progress: Progress) -> None:
+    rows = session.data.evaluation
+    if rows is None:
+        return
+    started = time.perf_counter()
+    loss = evaluate(run, rows, pad_token_id=session.data.pad_token_id, stop=session.stop)
+    if loss is None:
+        _stop(session, progress)
+    seconds = time.perf_counter() - started
+    log_line(f"step {progress.step}: eval_loss {loss:.4f} ({seconds:.1f} s)", is_main=run.runtime.is_main)
+    _write_metrics(run, session, {"step": progress.step, "eval_loss": loss})
+
+
+# Seeing it
+
+
+def _log_step(run: Run, session: _Session, row: Mapping[str, Any], *, skipped: bool) -> None:
+    memory = row["max_allocated_gib"]
+    log_line(
+        f"step {row['step']}/{session.total_steps}  loss {row['loss']:.4f}  grad_norm {row['grad_norm']:.3f}  "
+        f"lr {row['lr']:.2e}  {row['step_seconds']:.2f} s  {row['tokens_per_second']:,.0f} tokens/s"
+        + (f"  {memory:.1f} GiB" if memory is not None else "")
+        + ("  skipped: not finite" if skipped else ""),
+        is_main=run.runtime.is_main,
+    )
+    _write_metrics(run, session, row)
+
+
+def _write_metrics(run: Run, session: _Session, row: Mapping[str, Any]) -> None:
+    if run.runtime.is_main:
+        append_metrics(session.output_dir, row)
+    if run.config.log.trackers:
+        numbers = {key: value for key, value in row.items() if key != "step" and value is not None}
+        run.runtime.accelerator.log(numbers, step=row["step"])
+
+
+def _log_data(data: TrainingData, config: Config, runtime: Runtime) -> None:
+    for line in data.describe(samples=config.log.samples, colour=sys.stdout.isatty()):
+        log_line(line, is_main=runtime.is_main)
+
+
+def _versions() -> dict[str, str]:
+    return {"torch": torch.__version__, "accelerate": accelerate.__version__, "transformers": transformers.__version__}
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str | int | float | bool]:
+    """Flatten nested settings into what trackers accept as hyperparameters."""
+    flat: dict[str, str | int | float | bool] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value if isinstance(value, str | int | float | bool) else str(value)
+    return flat
+
+
+# Start and end
+
+
+def _find_start(config: Config, runtime: Runtime, output_dir: Path) -> Path | None:
+    """Return the checkpoint to go on from, after leftovers of killed saves are gone."""
+    if runtime.is_main:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(output_dir)
+    found = find_checkpoint(output_dir, resume=config.checkpoint.resume, log=log_line)
+    if config.checkpoint.resume == "never" and published(output_dir):
+        raise ConfigError(
+            "The run folder holds checkpoints of an earlier run, which a new run would replace.",
+            values=f"checkpoint.resume: never, {published(output_dir)[0]}",
+            fix="set another output_dir, set checkpoint.resume: auto, or move the folder away",
+        )
+    return found
+
+
+def _unchangeable(config: Config) -> dict[str, Any]:
+    """What must be equal between a checkpoint and the run that goes on from it, or it is another run."""
+    return {
+        "seed": config.train.seed,
+        "global_batch_size": config.batch.global_batch_size,
+        "shuffle": config.data.shuffle,
+    }
+
+
+def _finish(run: Run, session: _Session, progress: Progress) -> None:
+    """Save the last state, export the model, and leave the folder complete."""
+    config, runtime, data = run.config, run.runtime, session.data
+    session.saver.save_now(progress)
+    if config.export.at_end:
+        exported = export_model(
+            session.output_dir / "model",
+            model=run.model,
+            hf_config=run.hf_config,
+            tokenizer=data.tokenizer,
+            dtype=config.export.dtype,
+            generation_config=data.generation_config,
+        )
+        log_line(
+            f"model: {exported.folder} ({exported.total_bytes / 2**30:.2f} GiB, {config.export.dtype})",
+            is_main=runtime.is_main,
+        )
+    if config.log.trackers:
+        runtime.accelerator.end_training()
+    if runtime.is_main:
+        write_status(session.output_dir, state="finished", exit_code=0, step=progress.step)
+    log_line(
+        f"finished: {progress.step} steps, {progress.tokens_seen:,} tokens, {progress.skipped_steps} steps skipped",
+        is_main=runtime.is_main,
+    )

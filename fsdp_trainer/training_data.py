@@ -1,0 +1,112 @@
+"""The prepared data of a run with the tokenizer that made it, and what a person is shown of both before training."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+from rich.text import Text
+from transformers import AutoTokenizer, GenerationConfig
+
+from fsdp_trainer.config import Config, ModelConfig
+from fsdp_trainer.data.cache import evaluation_source
+from fsdp_trainer.data.describe import format_sample
+from fsdp_trainer.data.loader import steps_per_epoch
+from fsdp_trainer.data.prepare import prepare_rows
+from fsdp_trainer.data.report import DataReport
+from fsdp_trainer.data.rows import Rows
+from fsdp_trainer.errors import ConfigError
+from fsdp_trainer.model import load_hf_config
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Rows to train and evaluate on. `digest` identifies the training rows: a resume on other rows is another run."""
+
+    train: Rows
+    evaluation: Rows | None
+    reports: tuple[tuple[str, DataReport], ...]
+    tokenizer: Any
+    generation_config: Any
+    pad_token_id: int
+    steps_per_epoch: int
+    digest: str
+
+    def describe(self, *, samples: int, colour: bool) -> Iterator[str | Text]:
+        """Yield the log's lines: counts of each data set, then the first rows decoded with their mask."""
+        for name, report in self.reports:
+            yield from (f"{name}: {line}" for line in report.format_lines())
+        for index in range(min(samples, self.train.n_rows)):
+            yield f"row {index} (what is trained on is marked):"
+            yield format_sample(self.train, index, tokenizer=self.tokenizer, colour=colour)
+
+
+def load_training_data(config: Config, *, is_writer: bool) -> TrainingData:
+    """Load the tokenizer and prepare the rows of `data.train` and `data.eval`, from the cache where they are in it."""
+    tokenizer = load_tokenizer(config.model)
+    vocab_size = (
+        load_hf_config(
+            config.model.path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
+        )
+        .get_text_config()
+        .vocab_size
+    )
+    prepared = {}
+    sources = {"train": config.data.train, "eval": evaluation_source(config.data)}
+    for split, source in sources.items():
+        if source is not None:
+            prepared[split] = prepare_rows(
+                source,
+                data=config.data,
+                tokenizer=tokenizer,
+                seed=config.train.seed,
+                split=split,  # type: ignore[arg-type]
+                vocab_size=vocab_size,
+                is_writer=is_writer,
+            )
+    train = prepared["train"][0]
+    return TrainingData(
+        train=train,
+        evaluation=prepared["eval"][0] if "eval" in prepared else None,
+        reports=tuple((split, report) for split, (_, report) in prepared.items()),
+        tokenizer=tokenizer,
+        generation_config=_load_generation_config(config.model),
+        pad_token_id=_pad_token_id(tokenizer),
+        steps_per_epoch=steps_per_epoch(train.n_rows, global_batch_size=config.batch.global_batch_size),
+        digest=_digest(train),
+    )
+
+
+def load_tokenizer(model: ModelConfig) -> Any:
+    """Load the model's tokenizer, or the one that `model.tokenizer` names."""
+    path = model.tokenizer or model.path
+    try:
+        return AutoTokenizer.from_pretrained(path, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "The tokenizer cannot be loaded.",
+            values=f"{path}: {str(error).splitlines()[0]}",
+            fix="set model.tokenizer to a folder with tokenizer.json, or to a hub id that can be reached",
+        ) from error
+
+
+def _load_generation_config(model: ModelConfig) -> GenerationConfig | None:
+    try:
+        return GenerationConfig.from_pretrained(model.path, revision=model.revision)
+    except OSError:  # many models have none
+        return None
+
+
+def _pad_token_id(tokenizer: Any) -> int:
+    """Padding is masked by position, never by id, so any valid id will do."""
+    for candidate in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if candidate is not None:
+            return candidate
+    return 0
+
+
+def _digest(rows: Rows) -> str:
+    digest = xxhash.xxh3_128()
+    for array in (rows.tokens, rows.supervised, rows.document_starts, rows.row_documents):
+        digest.update(memoryview(array).cast("B"))
+    return digest.hexdigest()

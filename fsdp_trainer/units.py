@@ -1,0 +1,35 @@
+"""Numbers as a person reads them: bytes, counts and durations.
+
+Only text comes out of here; arithmetic stays in plain bytes, tokens and seconds.
+"""
+
+
+def format_bytes(size: float) -> str:
+    """Format bytes in binary units, as memory is sold: 1.5 GiB is 1.5 * 2**30 bytes."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def format_count(number: float) -> str:
+    """Format a count: exact with separators below a million, then three digits with M, B or T."""
+    if abs(number) < 1_000_000:
+        return f"{number:,.0f}"
+    for unit in ("M", "B"):
+        number /= 1000 if unit == "B" else 1_000_000
+        if abs(number) < 1000:
+            return f"{number:.3g}{unit}"
+    return f"{number / 1000:.3g}T"
+
+
+def format_duration(seconds: float) -> str:
+    """Format seconds: 0.42 s, 12.3 s, 4 min 05 s, 2 h 07 min."""
+    if seconds < 59.95:
+        return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes:02d} min"

@@ -1,0 +1,1 @@
+"""Tests of fsdp_trainer. Helpers live beside them: `ranks`, `models`, `reference`."""

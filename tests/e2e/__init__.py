@@ -1,0 +1,1 @@
+"""Whole runs: launched as a user launches them, with the real model."""

@@ -1,0 +1,95 @@
+"""The demo as a person runs it: a real 135M model over two FSDP ranks learns what it could not do before."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fsdp_trainer.demo import REPOSITORY, Question, ask, count_right, read_questions, smollm2_folder
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def base() -> Path:
+    return smollm2_folder()
+
+
+@pytest.fixture(scope="module")
+def run_folder(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of one whole demo; its output is shown by pytest when something fails."""
+    output = tmp_path_factory.mktemp("demo") / "run"
+    command = [sys.executable, "-m", "fsdp_trainer.demo", f"--output_dir={output}"]
+    result = subprocess.run(
+        command, cwd=REPOSITORY, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=840
+    )
+    print(result.stdout[-8000:], result.stderr[-4000:])
+    assert result.returncode == 0
+    assert "held-out questions: 0 before" in result.stdout
+    return output
+
+
+def read_metrics(run_folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def plain_held_out_loss(folder: Path) -> float:
+    """Mean loss per answer token of the held-out set, one record at a time with nothing of this package."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    total, count = 0.0, 0
+    for question in read_questions():
+        prompt = tokenizer.apply_chat_template(list(question.messages), tokenize=False, add_generation_prompt=True)
+        start = len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+        ids = tokenizer(f"{prompt}{question.answer}<|im_end|>", add_special_tokens=False, return_tensors="pt")[
+            "input_ids"
+        ]
+        with torch.no_grad():
+            logits = model(ids).logits[0, start - 1 : -1]
+        total += torch.nn.functional.cross_entropy(logits, ids[0, start:], reduction="sum").item()
+        count += logits.shape[0]
+    return total / count
+
+
+def test_converted_model_is_whole(base: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    assert tokenizer.chat_template
+    assert tokenizer.eos_token == tokenizer.pad_token == "<|im_end|>"
+    question = Question(messages=({"role": "user", "content": "What is the capital of France?"},), answer="Paris")
+    assert "Paris" in ask(base, [question])[0]
+
+
+@pytest.mark.timeout(900)
+def test_demo_learns(base: Path, run_folder: Path) -> None:
+    losses = [row["loss"] for row in read_metrics(run_folder) if "loss" in row]
+    assert losses[-1] < losses[0] / 2
+    questions = read_questions()
+    right = count_right(questions, ask(run_folder / "model", questions))
+    assert right >= 0.9 * len(questions)
+
+
+@pytest.mark.timeout(900)
+def test_held_out_loss_falls(base: Path, run_folder: Path) -> None:
+    before, after = plain_held_out_loss(base), plain_held_out_loss(run_folder / "model")
+    assert after < before / 2
+    reported = [row["eval_loss"] for row in read_metrics(run_folder) if "eval_loss" in row]
+    # The export is rounded to bf16, the evaluation ran on fp32 weights in bf16 compute.
+    assert reported[-1] == pytest.approx(after, abs=0.02)
+
+
+@pytest.mark.timeout(900)
+def test_run_folder_is_complete(run_folder: Path) -> None:
+    for name in (
+        "config.yaml",
+        "metrics.jsonl",
+        "model/model.safetensors",
+        "model/config.json",
+        "model/tokenizer.json",
+    ):
+        assert (run_folder / name).is_file(), name

@@ -1,0 +1,215 @@
+"""The command line: answers at once, without torch, and says what is wrong in three parts."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import fsdp_trainer
+from fsdp_trainer import cli
+from fsdp_trainer.config import Config
+
+PACKAGE = Path(fsdp_trainer.__file__).parent
+WITHOUT_TORCH = ("", ".config", ".cli", ".launch", ".launch_profile", ".progress", ".units", ".errors")
+
+
+def command(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PYTHONPATH": str(PACKAGE.parent), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [sys.executable, "-m", "fsdp_trainer", *words],
+        capture_output=True,
+        text=True,
+        env=environ,
+        cwd=cwd,
+        check=False,
+    )
+
+
+def test_light_modules_import_no_heavy_package() -> None:
+    heavy = "{'torch', 'transformers', 'accelerate', 'datasets'}"
+    imports = "; ".join(f"import fsdp_trainer{name}" for name in WITHOUT_TORCH)
+    code = f"{imports}; import sys; found = {heavy} & set(sys.modules); assert not found, found"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=False
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_help_answers_quickly() -> None:
+    seconds = []
+    for _ in range(3):  # the best of three: the machine may be busy with something else
+        started = time.monotonic()
+        result = command("--help")
+        seconds.append(time.monotonic() - started)
+        assert result.returncode == 0
+        for name in ("train", "schema"):
+            assert name in result.stdout
+    assert min(seconds) < 1.0
+
+
+def test_train_help_names_its_flags_and_the_overrides() -> None:
+    text = command("train", "--help").stdout
+    for word in ("--config", "--processes", "--profile", "--section.key=value"):
+        assert word in text
+
+
+def test_only_commands_that_exist_are_listed() -> None:
+    assert {
+        command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback
+    } == {
+        "train",
+        "schema",
+    }
+
+
+def test_schema_prints_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["schema"])
+    assert caught.value.code in (0, None)
+    assert json.loads(capsys.readouterr().out) == Config.model_json_schema()
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--optim.lrr=1"], ["optim.lrr is not a setting", "did you mean optim.lr?"]),
+        (["--learning_rate=1"], ["learning_rate is not a setting", "did you mean optim.lr?"]),
+        (["--optim.lr=abc"], ["optim.lr cannot be 'abc'", "a number above 0"]),
+        (["--optim.lr"], ["--section.key=value"]),
+        (["--proccesses=2"], ["did you mean --processes?"]),
+        (["--config", "nosuch.yaml"], ["does not exist", "nosuch.yaml"]),
+        (["--profile", "nosuch.yaml"], ["profile does not exist", "nosuch.yaml"]),
+        (["--processes", "2", "--batch.global_batch_size=7"], ["7 = 1 x accumulation x 2"]),
+        (["--processes", "0"], ["--processes 0"]),
+    ],
+    ids=str,
+)
+def test_errors_are_three_parts_on_stderr_with_code_2(words: list[str], parts: list[str], tmp_path: Path) -> None:
+    result = command("train", *words, cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    assert result.stderr.startswith("error: ")
+    for part in [*parts, "found:", "to fix:"]:
+        assert part in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_words_reach_the_launcher_as_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen = {}
+
+    def remember(config: Config, **words: object) -> int:
+        seen.update(words, lr=config.optim.lr, seq_len=config.data.seq_len)
+        return 75
+
+    monkeypatch.setattr(cli, "launch", remember)
+    path = tmp_path / "run.yaml"
+    path.write_text("optim: {lr: 1e-4}\ndata: {seq_len: 64}\n")
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["train", "--optim.lr", "2e-4", "--config", str(path), "--processes=2", "--batch.micro_batch_size=2"])
+    assert caught.value.code == 75
+    assert seen == {
+        "lr": 2e-4,
+        "seq_len": 64,
+        "profile": None,
+        "processes": 2,
+        "arguments": ["--config", str(path), "--optim.lr", "2e-4", "--batch.micro_batch_size=2"],
+    }
+
+
+def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(config: Config, **words: object) -> int:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(cli, "launch", fail)
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        cli.main(["train"])
+
+
+def run_script(folder: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run the training script by path, the way `accelerate launch` does, from a folder that is not the repository."""
+    base = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        [sys.executable, str(PACKAGE / "train.py"), *words],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**base, **environ},
+        check=False,
+    )
+
+
+def test_script_names_the_rank_that_failed(tmp_path: Path) -> None:
+    result = run_script(tmp_path, "--optim.lr=-1", RANK="1", WORLD_SIZE="2")
+    assert result.returncode == 2
+    assert result.stderr.startswith("[rank 1] error: optim.lr cannot be -1")
+    assert "Traceback" not in result.stderr
+
+
+def test_script_compares_the_launcher_with_the_settings(tmp_path: Path) -> None:
+    result = run_script(tmp_path, "--precision=fp32", ACCELERATE_MIXED_PRECISION="bf16")
+    assert result.returncode == 2
+    assert "precision: fp32" in result.stderr
+    assert "mixed_precision: bf16" in result.stderr
+
+
+def test_script_checks_the_batch_before_it_imports_torch(tmp_path: Path) -> None:
+    result = run_script(tmp_path, "--batch.global_batch_size=3", RANK="0", WORLD_SIZE="2")
+    assert result.returncode == 2
+    assert "3 = 1 x accumulation x 2" in result.stderr
+
+
+def test_script_takes_its_own_folder_off_the_path(tmp_path: Path) -> None:
+    code = (
+        f"import runpy, sys; sys.path.insert(0, {str(PACKAGE)!r}); "
+        f"runpy.run_path({str(PACKAGE / 'train.py')!r}); "
+        f"import os; assert {str(PACKAGE)!r} not in [os.path.realpath(p) for p in sys.path if p]; "
+        "assert not {'config', 'step', 'model', 'run'} & set(sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def ends(tmp_path: Path, *, earlier: dict[str, object] | None = None) -> tuple[Callable[..., None], Callable[[], int]]:
+    """The script's own `record_end` on an empty run folder, and a reader of the exit code it leaves."""
+    script = runpy.run_path(str(PACKAGE / "train.py"))
+    status = tmp_path / "status.json"
+    if earlier is not None:
+        status.write_text(json.dumps(earlier))
+        os.utime(status, (1.0, 1.0))
+    return partial(script["record_end"], tmp_path), lambda: json.loads(status.read_text())["exit_code"]
+
+
+def test_the_rank_that_knows_the_cause_names_the_exit_code(tmp_path: Path) -> None:
+    record, code = ends(tmp_path)
+    record(6, state="failed", message="another rank failed", secondary=True)
+    assert code() == 6
+    record(2, state="failed", message="the cause", secondary=False)
+    record(6, state="failed", message="another rank failed", secondary=True)
+    record(75, state="interrupted", message="SIGTERM of the agent", secondary=True)
+    record(1, state="failed", message="connection closed", secondary=True)
+    assert code() == 2
+
+
+@pytest.mark.parametrize("state", ["running", "failed"])
+def test_a_failure_of_an_earlier_run_is_replaced_and_its_step_kept(tmp_path: Path, state: str) -> None:
+    record, code = ends(tmp_path, earlier={"state": state, "exit_code": 3, "step": 7, "message": ""})
+    record(75, state="interrupted", message="", secondary=True)
+    assert code() == 75
+    assert json.loads((tmp_path / "status.json").read_text())["step"] == 7
+
+
+def test_public_names_load_on_first_use() -> None:
+    assert fsdp_trainer.Config is Config
+    assert {"Config", "finetune", "__version__"} <= set(dir(fsdp_trainer))
+    with pytest.raises(AttributeError, match="nosuch"):
+        fsdp_trainer.nosuch  # noqa: B018

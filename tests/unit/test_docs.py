@@ -1,0 +1,43 @@
+"""The pages under docs/ and the README say what the program says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from docs import make_configuration
+from fsdp_trainer.config import Config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_configuration_page_is_up_to_date() -> None:
+    expected = make_configuration.format_page(Config.model_json_schema())
+    assert make_configuration.PAGE.read_text(encoding="utf-8") == expected, "run python docs/make_configuration.py"
+
+
+def test_configuration_page_names_every_setting() -> None:
+    page = make_configuration.PAGE.read_text(encoding="utf-8")
+    for section, values in Config().to_dict().items():
+        for name in values if isinstance(values, dict) else [section]:
+            assert f"| `{name}` |" in page
+
+
+def yaml_blocks(page: str) -> list[str]:
+    return re.findall(r"```yaml\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("block", yaml_blocks("README.md"))
+def test_readme_settings_load(block: str) -> None:
+    assert Config.from_dict(YAML(typ="safe").load(block))
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_linked_files_exist(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    linked = re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
+    linked += re.findall(r"`((?:configs|examples|docs|tests|fsdp_trainer)/[\w./-]*)`", text)
+    assert all((ROOT / name).exists() for name in linked), [name for name in linked if not (ROOT / name).exists()]

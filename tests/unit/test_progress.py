@@ -1,0 +1,41 @@
+"""Log lines and progress where nothing can be drawn."""
+
+import pytest
+
+from fsdp_trainer.progress import log_error, log_line, show_progress
+
+
+def test_lines_come_out_whole_and_unread(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "[bold]not markup[/bold] :smile: " + "x" * 300
+    log_line(text)
+    log_line("another rank", is_main=False)
+    log_error("wrong")
+    captured = capsys.readouterr()
+    assert captured.out == text + "\n"
+    assert captured.err == "wrong\n"
+
+
+def test_progress_into_a_pipe_is_two_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with show_progress("tokenizing", total=1000) as advance:
+        for _ in range(100):
+            advance(10)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert lines[0] == "tokenizing: 1,000 ..."
+    assert lines[1].startswith("tokenizing: 1,000 in ")
+
+
+def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with show_progress("tokenizing", total=None, is_main=False) as advance:
+        advance(1)
+    assert capsys.readouterr().out == ""
+
+
+def test_the_error_of_the_work_goes_up(capsys: pytest.CaptureFixture[str]) -> None:
+    def work() -> None:
+        with show_progress("reading", total=None):
+            raise ValueError("bad record")
+
+    with pytest.raises(ValueError, match="bad record"):
+        work()
+    assert capsys.readouterr().out == "reading ...\n"

@@ -1,0 +1,119 @@
+"""The settings, profiles and data that ship with the project: each loads, and says what is true of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples.demo import make_data
+from fsdp_trainer.config import Config
+from fsdp_trainer.launch_profile import check_profile, read_profile
+
+ROOT = Path(__file__).resolve().parents[2]
+PROFILES = sorted((ROOT / "configs" / "accelerate").glob("*.yaml"))
+RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
+WITHOUT_BF16 = ("t4", "v100")
+
+
+def processes_in(name: str) -> int:
+    match = re.search(r"(\d+)x", name)
+    return int(match.group(1)) if match else 2
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipe_loads_and_divides(path: Path) -> None:
+    config = Config.load(path)
+    assert config.check_world(processes_in(path.stem)) >= 1
+    assert config.output_dir.startswith("runs/")
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipe_comment_names_its_own_file_and_processes(path: Path) -> None:
+    command = re.search(r"fsdp-trainer train --config (\S+) --processes (\d+)", path.read_text(encoding="utf-8"))
+    assert command
+    assert ROOT / command.group(1) == path
+    assert int(command.group(2)) == processes_in(path.stem)
+
+
+def test_recipe_arithmetic_is_right() -> None:
+    """Every "N B parameters x 16 bytes [/ G] = S" in the comments."""
+    pattern = re.compile(r"([\d.]+) B parameters x 16 bytes(?: \([^)]*\))?(?: / (\d+))? = ([\d.]+) (GB|TB)")
+    found = 0
+    for path in RECIPES:
+        for billions, ranks, size, unit in pattern.findall(path.read_text(encoding="utf-8")):
+            gigabytes = float(size) * (1000 if unit == "TB" else 1)
+            assert float(billions) * 16 / int(ranks or 1) == pytest.approx(gigabytes, rel=0.02), path.name
+            found += 1
+    assert found == len(RECIPES) - 1  # all but the demo
+
+
+@pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
+def test_profile_is_what_its_name_says(path: Path) -> None:
+    from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+    from accelerate.utils import DistributedType
+
+    profile = load_config_from_file(str(path))
+    assert isinstance(profile, ClusterConfig)
+    device, _, count = path.stem.rpartition("-x")
+    assert profile.num_processes == int(count)
+    assert profile.distributed_type == DistributedType.FSDP
+    assert profile.fsdp_config == {"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": False}
+    assert profile.mixed_precision == "no"
+    assert profile.main_process_port == 0
+    assert bool(profile.use_cpu) == (device == "cpu")
+    check_profile(read_profile(path), Config())
+    assert ("precision: fp16" in path.read_text(encoding="utf-8")) == (device in WITHOUT_BF16)
+
+
+@pytest.mark.slow
+def test_profile_starts_two_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(
+        "import os, pathlib, sys\n"
+        "seen = [os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'FSDP_VERSION', 'ACCELERATE_USE_FSDP')]\n"
+        "pathlib.Path(sys.argv[1], 'rank' + seen[0]).write_text(' '.join(seen))\n"
+    )
+    profile = ROOT / "configs" / "accelerate" / "cpu-x2.yaml"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(profile), str(script)]
+    inherited = {name: value for name, value in os.environ.items() if name not in {"RANK", "WORLD_SIZE", "LOCAL_RANK"}}
+    subprocess.run([*command, str(tmp_path)], check=True, timeout=200, env=inherited)
+    seen = [(tmp_path / f"rank{rank}").read_text() for rank in range(2)]
+    assert seen == ["0 2 2 true", "1 2 2 true"]
+
+
+def read_records(name: str) -> list[dict]:
+    lines = (ROOT / "examples" / "demo" / name).read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_demo_data_is_what_its_script_writes() -> None:
+    train, held_out = make_data.build_data()
+    assert read_records("train.jsonl") == train
+    assert read_records("held_out.jsonl") == held_out
+
+
+def test_held_out_pairs_never_train() -> None:
+    def pairs(records: list[dict]) -> set[str]:
+        return {record["messages"][-1]["content"].split()[0] for record in records}
+
+    train, held_out = pairs(read_records("train.jsonl")), pairs(read_records("held_out.jsonl"))
+    assert not train & held_out
+    # ... but every room and every device of a held-out question is seen in training with others.
+    for position in (0, 1):
+        assert {pair.split("/")[position] for pair in held_out} <= {pair.split("/")[position] for pair in train}
+    assert len(train | held_out) == len(make_data.ROOMS) * len(make_data.SWITCHED + make_data.MOVED)
+
+
+def test_demo_answers_follow_from_requests() -> None:
+    """The language is unambiguous: the same request never has two answers."""
+    answers: dict[str, str] = {}
+    for record in read_records("train.jsonl") + read_records("held_out.jsonl"):
+        _, user, assistant = (message["content"] for message in record["messages"])
+        assert answers.setdefault(user, assistant) == assistant
+    assert len(answers) == make_data.TRAIN_RECORDS + make_data.HELD_OUT_RECORDS
