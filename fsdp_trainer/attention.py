@@ -13,6 +13,8 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from fsdp_trainer.errors import ConfigError
+
 SDPA, EAGER = "document_sdpa", "document_eager"
 
 
@@ -80,9 +82,8 @@ def document_eager(
     if attention_mask is None:
         allowed = _allowed(module, query, kwargs)
         if allowed is None:  # eager attention knows no causal flag
-            allowed = Documents(torch.zeros_like(query[:, 0, :, 0], dtype=torch.int32)).allowed(
-                length=query.shape[2], window=None, device=query.device
-            )
+            length = query.shape[2]
+            allowed = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()[None, None]
         lowest = torch.finfo(query.dtype).min
         attention_mask = torch.zeros_like(allowed, dtype=query.dtype).masked_fill_(~allowed, lowest)
     eager = sys.modules[type(module).__module__].eager_attention_forward
@@ -98,7 +99,11 @@ def choose_attention(requested: str, hf_config: Any) -> str:
 
     auto is sdpa, except for models with soft-capped attention scores (Gemma 2), which torch's sdpa cannot compute.
     """
-    if requested == "eager":
-        return EAGER
     capped = getattr(hf_config, "attn_logit_softcapping", None) is not None
-    return EAGER if requested == "auto" and capped else SDPA
+    if requested not in ("auto", "sdpa", "eager") or (requested == "sdpa" and capped):
+        raise ConfigError(
+            "This attention cannot be used here" + (": torch's sdpa has no soft-cap." if capped else " yet."),
+            values=f"model.attention: {requested}, model_type {hf_config.model_type}",
+            fix="set model.attention: auto",
+        )
+    return EAGER if requested == "eager" or capped else SDPA

@@ -87,6 +87,22 @@ def build_save_group(*, timeout: timedelta) -> dist.ProcessGroup | None:
     return group
 
 
+def build_stager(device: torch.device) -> DefaultStager | None:
+    """Make the host memory that the background saves of a run share; close() it when the run ends. None on CPU.
+
+    It grows to the size of this rank's parameters and optimizer state at the first save and stays: pinned, it is copied
+    to at full speed, and pinning anew for every save would cost more than the copy. On CPU it would hold the whole run
+    twice to save 0.3 s per GB and save (0.36 against 0.12 CPU seconds for 0.8 GB), so there every save takes its own.
+    """
+    if device.type == "cpu":
+        return None
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=True, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=True
+        )
+    )
+
+
 # Saving
 
 
@@ -102,14 +118,16 @@ def save_checkpoint(
     process_group: dist.ProcessGroup | None = None,
     asynchronous: bool = False,
     after: PendingSave | None = None,
+    stager: DefaultStager | None = None,
     keep_latest: int | None = None,
 ) -> PendingSave:
     """Save the run to `output_dir/checkpoints/step-N`, N being `progress.step`. All ranks call it between two steps.
 
     `facts` is kept in state.json (config, versions, what `load_checkpoint` must find equal). With `asynchronous` the
     state is copied to host memory (one more copy of the shards of parameters and optimizer) and written by a thread,
-    while training goes on; `process_group` must then come from `build_save_group`. `after` is the save in flight, which
-    is waited for first. Once this one is durable, all but the newest `keep_latest` checkpoints are deleted.
+    while training goes on; `process_group` must then come from `build_save_group`, and `stager` may come from
+    `build_stager`. Only one save may be in flight: `after` is waited for first. Once this one is durable, all but the
+    newest `keep_latest` checkpoints are deleted.
     CheckpointError on every rank when any rank cannot write; the checkpoints before stay as they are.
     """
     if after is not None:
@@ -119,7 +137,7 @@ def save_checkpoint(
     state = _describe_run(optimizer, scaler, progress, facts)
     tensors = training_tensors(model, optimizer) | rng_tensors(device)
     if asynchronous:
-        tensors = run_on_all(lambda: _copy_to_host(tensors, device), process_group=process_group)
+        tensors = run_on_all(lambda: _copy_to_host(tensors, stager), process_group=process_group)
 
     def write() -> None:
         if device.type == "cuda":
@@ -150,17 +168,13 @@ def _in_background(work: Callable[[], None]) -> Future[None]:
     return written
 
 
-def _copy_to_host(tensors: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    on_gpu = device.type == "cuda"
-    stager = DefaultStager(
-        StagingOptions(
-            use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
-        )
-    )
+def _copy_to_host(tensors: dict[str, torch.Tensor], stager: DefaultStager | None) -> dict[str, torch.Tensor]:
+    used = stager or DefaultStager(StagingOptions(False, False, False, False))
     try:
-        return stager.stage(tensors)  # pyright: ignore[reportReturnType]  # a Future only with use_async_staging
+        return used.stage(tensors)  # pyright: ignore[reportReturnType]  # a Future only with use_async_staging
     finally:
-        stager.close()
+        if stager is None:
+            used.close()
 
 
 class _Writer(FileSystemWriter):
@@ -202,7 +216,9 @@ def _write(
         run_on_main(lambda: shutil.rmtree(temporary, ignore_errors=True), process_group=process_group)
         raise _explain_failed_save(error, target) from error
     if keep_latest is not None:
-        run_on_main(lambda: prune(target.parent.parent, keep_latest=keep_latest), process_group=process_group)
+        run_on_main(
+            lambda: prune(target.parent.parent, keep_latest=keep_latest, just_saved=target), process_group=process_group
+        )
 
 
 def _explain_failed_save(error: BaseException, target: Path) -> CheckpointError:

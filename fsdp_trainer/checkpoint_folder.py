@@ -126,17 +126,18 @@ def refuse_damage(path: Path) -> None:
 # Deleting
 
 
-def prune(output_dir: Path, *, keep_latest: int) -> list[Path]:
+def prune(output_dir: Path, *, keep_latest: int, just_saved: Path | None = None) -> list[Path]:
     """Delete all but the newest `keep_latest` complete checkpoints and return what went. For rank 0 alone.
 
-    Damaged folders that are newer than the oldest one kept stay, and do not count.
+    Damaged folders that are newer than the oldest one kept stay, and do not count. `just_saved` stays, even where a run
+    that went back to an early checkpoint saves among later ones.
     """
     assert keep_latest >= 1, "the checkpoint just written must stay"
     complete = [path for path in published(output_dir) if find_damage(path) is None]
     if len(complete) <= keep_latest:
         return []
     oldest = complete[keep_latest - 1]
-    gone = [path for path in published(output_dir) if path.name < oldest.name]
+    gone = [path for path in published(output_dir) if path.name < oldest.name and path != just_saved]
     try:
         for path in gone:
             _delete(path)

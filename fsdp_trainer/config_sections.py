@@ -162,8 +162,8 @@ class DataConfig(Section):
     )
     workers: Annotated[int, Field(ge=0)] = Field(
         default=2,
-        description="Processes that prepare data on each rank. Two keep up with a GPU; each costs host memory and a "
-        "CPU core. 0 prepares in the training process.",
+        description="Processes that tokenise the data before training, used from 5000 records on; each costs host "
+        "memory and a CPU core. 0 tokenises in the training process.",
     )
     cache_dir: str | None = Field(
         default=None,

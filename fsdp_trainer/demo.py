@@ -65,7 +65,9 @@ def ask(folder: Path, questions: Sequence[Question]) -> list[str]:
     """Answers every question greedily in one batch with the model in `folder`, loaded with plain `from_pretrained`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # a bar of its own for a second of loading hides the answers
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # Left padding puts every prompt's end in the same column, where generation starts.
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")

@@ -60,25 +60,28 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, hidden, weight, bias, targets, scale, transform: LogitTransform, chunk_tokens: int):
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
+        grad_weight = grad_bias = None
         # Sums of several chunks are kept in fp32: adding bf16 chunks in bf16 would lose bits that one product keeps.
-        one_chunk = hidden.shape[0] <= chunk_tokens
-        grad_weight = (
-            torch.zeros_like(weight, dtype=weight.dtype if one_chunk else torch.float32) if needs_weight else None
-        )
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
-        for start in range(0, hidden.shape[0], chunk_tokens):
+        sum_dtype = weight.dtype if hidden.shape[0] <= chunk_tokens else torch.float32
+        for start in range(0, max(1, hidden.shape[0]), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             loss, grad_logits = _chunk_loss(
                 hidden[rows], weight, bias, targets[rows], scale, transform, needs_grad=any(ctx.needs_input_grad[:3])
             )
             total += loss
+            if grad_logits is None:
+                continue
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[rows])
-            if grad_weight is not None:
-                grad_weight += torch.mm(grad_logits.t(), hidden[rows])
-            if grad_bias is not None:
-                grad_bias += grad_logits.sum(0, dtype=torch.float32)
+            if needs_weight:
+                product = torch.mm(grad_logits.t(), hidden[rows])
+                grad_weight = product.to(sum_dtype) if grad_weight is None else grad_weight.add_(product)
+                del product
+            if needs_bias:
+                summed = grad_logits.sum(0, dtype=torch.float32)
+                grad_bias = summed if grad_bias is None else grad_bias.add_(summed)
+            del grad_logits  # or it would live beside the next chunk's logits
         ctx.grads = grad_hidden, grad_weight, grad_bias
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(total)
@@ -90,26 +93,27 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx.grads = None
         upstream = grads[0]
         if grad_hidden is not None:
-            grad_hidden = grad_hidden * upstream.to(grad_hidden.dtype)
+            grad_hidden = grad_hidden.mul_(upstream.to(grad_hidden.dtype))
         if grad_weight is not None:
-            grad_weight = (grad_weight * upstream.to(grad_weight.dtype)).to(ctx.weight_dtype)
+            grad_weight = grad_weight.mul_(upstream.to(grad_weight.dtype)).to(ctx.weight_dtype)
         if grad_bias is not None:
-            grad_bias = (grad_bias * upstream).to(ctx.weight_dtype)
+            grad_bias = grad_bias.mul_(upstream).to(ctx.weight_dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
 def _chunk_loss(hidden, weight, bias, targets, scale, transform: LogitTransform, *, needs_grad: bool):
     """Return the summed loss of one chunk and the scaled gradient of its raw logits in the compute dtype."""
-    raw = F.linear(hidden, weight, bias).float()
-    logits = transform.apply(raw)
+    logits = transform.apply(F.linear(hidden, weight, bias).float())
     log_z = torch.logsumexp(logits, dim=-1)
     loss = (log_z - logits.gather(1, targets[:, None])[:, 0]).sum()
     if not needs_grad:
         return loss, None
-    grad = torch.exp(logits - log_z[:, None])
+    # d tanh(u) = 1 - tanh(u)**2, from the capped logits that the next line overwrites
+    through_cap = None if transform.softcap is None else 1.0 - (logits / transform.softcap) ** 2
+    grad = logits.sub_(log_z[:, None]).exp_()  # in place: one fp32 chunk is the largest buffer there is
     grad.scatter_add_(1, targets[:, None], torch.full_like(grad[:, :1], -1.0))
-    if transform.softcap is not None:  # d tanh(u) = 1 - tanh(u)**2
-        grad *= 1.0 - (logits / transform.softcap) ** 2
+    if through_cap is not None:
+        grad *= through_cap
     grad *= scale * transform.multiplier
     return loss, grad.to(hidden.dtype)
 
@@ -154,7 +158,7 @@ def attach_loss(
     model: nn.Module,
     *,
     decoder: nn.Module,
-    head: nn.Module,
+    head: Any,
     transform: LogitTransform,
     kind: str,
     chunk_tokens: int | None,

@@ -76,12 +76,12 @@ def build_meta_model(hf_config: Any, *, attention: str, dtype: torch.dtype, trus
     return model.train()
 
 
-def find_parts(model: nn.Module) -> ModelParts:
+def find_parts(model: Any) -> ModelParts:
     """Find decoder, its layers, embedding, head and final norm; ConfigError with the module tree when there is none."""
     decoder = getattr(model, model.base_model_prefix, None)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    layers = _find_layers(decoder, model.config.get_text_config().num_hidden_layers) if decoder is not None else None
-    if layers is None or embedding is None or head is None:
+    layers = _find_layers(decoder, model.config.get_text_config().num_hidden_layers)
+    if decoder is None or layers is None or embedding is None or head is None:
         children = [f"{name}: {type(module).__name__}" for name, module in model.named_modules() if name.count(".") < 2]
         raise ConfigError(
             "The repeated decoder layers, embedding or output head of this model were not found.",
@@ -103,13 +103,15 @@ def find_parts(model: nn.Module) -> ModelParts:
     )
 
 
-def _find_layers(decoder: nn.Module, count: int) -> tuple[nn.Module, ...] | None:
+def _find_layers(decoder: nn.Module | None, count: int) -> tuple[nn.Module, ...] | None:
+    if decoder is None:
+        return None
     lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
     by_size = sorted(lists, key=lambda found: -sum(p.numel() for p in found.parameters()))
     return tuple(by_size[0]) if by_size else None
 
 
-def place_buffers(model: nn.Module, place: Any) -> None:
+def place_buffers(model: Any, place: Any) -> None:
     """Move every buffer with `place(tensor)`; FSDP neither shards nor casts buffers."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -117,7 +119,7 @@ def place_buffers(model: nn.Module, place: Any) -> None:
                 module._buffers[name] = place(buffer)
 
 
-def materialize_parameters(model: nn.Module, device: torch.device) -> None:
+def materialize_parameters(model: Any, device: torch.device) -> None:
     """Give every sharded meta parameter memory on `device` (values undefined), keeping ties."""
     # A tied parameter is one object in two modules; `_apply` would make two of it.
     ties = _shared_parameters(model)
@@ -132,7 +134,7 @@ def materialize_parameters(model: nn.Module, device: torch.device) -> None:
                 fsdp_param.reset_sharded_param()
 
 
-def _shared_parameters(model: nn.Module) -> list[tuple[tuple[nn.Module, str], list[tuple[nn.Module, str]]]]:
+def _shared_parameters(model: Any) -> list[tuple[tuple[nn.Module, str], list[tuple[nn.Module, str]]]]:
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -141,7 +143,7 @@ def _shared_parameters(model: nn.Module) -> list[tuple[tuple[nn.Module, str], li
     return [(found[0], found[1:]) for found in places.values() if len(found) > 1]
 
 
-def initialize_randomly(model: nn.Module, hf_config: Any, *, seed: int, trust_remote_code: bool = False) -> None:
+def initialize_randomly(model: Any, hf_config: Any, *, seed: int, trust_remote_code: bool = False) -> None:
     """Fill the shards with the architecture's own random initialisation, the same for every world size.
 
     Each rank builds the whole model once on the host and keeps its slices: meant for tests and benchmarks.
@@ -155,7 +157,7 @@ def initialize_randomly(model: nn.Module, hf_config: Any, *, seed: int, trust_re
             _copy_slice(parameter, source[name].detach())
 
 
-def load_weights(model: nn.Module, path: str | Path) -> None:
+def load_weights(model: Any, path: str | Path) -> None:
     """Fill each rank's shards from the folder's safetensors, reading only the slices this rank owns.
 
     Values are cast to the parameter's dtype. CheckpointError names tensors that are missing, unexpected or of another
@@ -205,7 +207,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     )
 
 
-def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+def _persistent_buffers(model: Any) -> dict[str, torch.Tensor]:
     found = {}
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
@@ -215,7 +217,7 @@ def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _check_names(
-    targets: Mapping[str, torch.Tensor], files: Mapping[str, Path], model: nn.Module, folder: Path, prefix: str
+    targets: Mapping[str, torch.Tensor], files: Mapping[str, Path], model: Any, folder: Path, prefix: str
 ) -> None:
     missing = sorted(set(targets) - set(files))
     tied = {name for name in _all_parameter_names(model) if name not in targets}
@@ -234,7 +236,7 @@ def _check_names(
         )
 
 
-def _all_parameter_names(model: nn.Module) -> Iterator[str]:
+def _all_parameter_names(model: Any) -> Iterator[str]:
     return (name for name, _ in model.named_parameters(remove_duplicate=False))
 
 

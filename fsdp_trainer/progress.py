@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from fsdp_trainer.units import format_count, format_duration
 
@@ -19,7 +20,7 @@ def make_console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, soft_wrap=True, markup=False, highlight=False, emoji=False)
 
 
-def log_line(text: str, *, is_main: bool = True) -> None:
+def log_line(text: str | Text, *, is_main: bool = True) -> None:
     """Show one line on the main rank."""
     if is_main:
         make_console().print(text)

@@ -13,8 +13,10 @@ from torch import nn
 
 from fsdp_trainer.activation_checkpointing import apply_activation_checkpointing
 from fsdp_trainer.config import Config, OptimConfig
+from fsdp_trainer.launch_profile import check_layer_class
 from fsdp_trainer.loss import attach_loss, find_logit_transform
 from fsdp_trainer.model import (
+    ModelParts,
     build_meta_model,
     find_parts,
     initialize_randomly,
@@ -65,37 +67,20 @@ def build_run(config: Config, runtime: Runtime, *, load: bool = True) -> Run:
         trust_remote_code=config.model.trust_remote_code,
     )
     parts = find_parts(model)
+    check_layer_class(runtime.launched_with, type(parts.layers[0]).__name__)
     # 3. The loss replaces the head's forward before FSDP hooks the modules, so that the weight is whole around it.
     transform = find_logit_transform(model, decoder=parts.decoder, head=parts.head, hf_config=model.config)
-    attach_loss(
-        model,
-        decoder=parts.decoder,
-        head=parts.head,
-        transform=transform,
-        kind=config.loss.kind,
-        chunk_tokens=config.loss.chunk_tokens,
-    )
+    attach_loss(model, decoder=parts.decoder, head=parts.head, transform=transform, **config.loss.model_dump())
     # 4. Checkpointing before sharding: FSDP outside, so a layer is gathered once for recomputation and backward.
-    checkpointing = config.activation_checkpointing
-    recomputed = apply_activation_checkpointing(parts.layers, mode=checkpointing.mode, every_n=checkpointing.every_n)
+    recomputed = apply_activation_checkpointing(
+        parts.layers, mode=config.activation_checkpointing.mode, every_n=config.activation_checkpointing.every_n
+    )
     with runtime.tensors():
         # 5. Buffers are whole on every rank; FSDP expects them where it computes.
         place_buffers(model, runtime.place)
         # 6. Shard while on meta, then give only the shards memory.
-        offload = config.sharding.offload == "params"
-        sharding = apply_sharding(
-            model,
-            parts,
-            mesh=build_mesh(runtime, zero_stage=config.sharding.zero_stage, replicate=config.sharding.replicate),
-            zero_stage=config.sharding.zero_stage,
-            replicate=config.sharding.replicate,
-            reshard_after_forward=config.sharding.reshard_after_forward,
-            offload_params=offload,
-            pin_memory=runtime.device.type == "cuda",
-            compute_dtype=COMPUTE_DTYPES[config.precision],
-            reduce_dtype=COMPUTE_DTYPES[config.sharding.reduce_dtype or "fp32"],
-        )
-        materialize_parameters(model, torch.device("cpu") if offload else runtime.device)
+        sharding = _shard(model, parts, config, runtime)
+        materialize_parameters(model, torch.device("cpu") if sharding.offload_params else runtime.device)
         assert not parts.tied or parts.embedding.weight is parts.head.weight, "the tie was lost"
         # 7. Values: a simulated run has none, a resumed one reads its checkpoint instead.
         if load and not runtime.simulated:
@@ -108,6 +93,22 @@ def build_run(config: Config, runtime: Runtime, *, load: bool = True) -> Run:
         torch.manual_seed(config.train.seed * 1_000_003 + runtime.rank)
     facts = _facts(config, runtime, model, len(parts.layers), recomputed, optimizer)
     return Run(config, runtime, model, optimizer, scaler, sharding, hf_config, facts)
+
+
+def _shard(model: nn.Module, parts: ModelParts, config: Config, runtime: Runtime) -> Sharding:
+    sharding = config.sharding
+    return apply_sharding(
+        model,
+        parts,
+        mesh=build_mesh(runtime, zero_stage=sharding.zero_stage, replicate=sharding.replicate),
+        zero_stage=sharding.zero_stage,
+        replicate=sharding.replicate,
+        reshard_after_forward=sharding.reshard_after_forward,
+        offload_params=sharding.offload == "params",
+        pin_memory=runtime.device.type == "cuda",
+        compute_dtype=COMPUTE_DTYPES[config.precision],
+        reduce_dtype=COMPUTE_DTYPES[sharding.reduce_dtype or "fp32"],
+    )
 
 
 def _fill(model: nn.Module, hf_config: Any, config: Config) -> None:

@@ -6,8 +6,8 @@ A run is built and stepped through a `Runtime`; whether it is real or simulated 
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +28,8 @@ Result = TypeVar("Result")
 class Runtime:
     """Where a run lives: real ranks on GPU or CPU, or one simulated rank of many.
 
-    `fake_mode` is set only on the simulated runtime; tensors made inside `tensors()` are fake then.
+    `launched_with` holds the launcher's FSDP_* variables, which a profile sets. `fake_mode` is set only on the
+    simulated runtime; tensors made inside `tensors()` are fake then.
     """
 
     device: torch.device
@@ -36,6 +37,7 @@ class Runtime:
     local_rank: int
     world_size: int
     accelerator: Accelerator
+    launched_with: Mapping[str, str] = field(default_factory=dict)
     fake_mode: Any = None
 
     @property
@@ -133,6 +135,7 @@ def build_runtime(
         local_rank=accelerator.local_process_index,
         world_size=accelerator.num_processes,
         accelerator=accelerator,
+        launched_with={name: value for name, value in os.environ.items() if name.startswith("FSDP_")},
     )
 
 

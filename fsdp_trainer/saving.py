@@ -10,6 +10,7 @@ from fsdp_trainer.checkpoint import PendingSave, save_checkpoint
 from fsdp_trainer.checkpoint_folder import Progress, checkpoint_path
 from fsdp_trainer.progress import log_line
 from fsdp_trainer.run import Run
+from fsdp_trainer.run_folder import write_status
 
 
 class Saver:
@@ -71,4 +72,6 @@ class Saver:
             self._pending = None
 
     def _say(self, saved: PendingSave) -> None:
+        if self._run.runtime.is_main:
+            write_status(self._output_dir, state="running", exit_code=0, step=self._saved_step)
         log_line(f"checkpoint: {saved.path}", is_main=self._run.runtime.is_main)

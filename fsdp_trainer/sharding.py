@@ -29,7 +29,12 @@ class Sharding:
     units: tuple[FSDPModule, ...]
     zero_stage: int
     replicate: int
-    reduce_every_micro_batch: bool
+    offload_params: bool
+
+    @property
+    def reduce_every_micro_batch(self) -> bool:
+        """True where gradients stay sharded between micro-batches; an offloaded one must leave the device anyway."""
+        return self.zero_stage >= 2 or self.offload_params
 
     def before_micro_batch(self, *, is_last: bool) -> None:
         """Set what the next forward and backward gather, keep and reduce; see [Note: stages]."""
@@ -101,7 +106,7 @@ def apply_sharding(
         units=tuple(module for module in model.modules() if isinstance(module, FSDPModule)),
         zero_stage=zero_stage,
         replicate=replicate,
-        reduce_every_micro_batch=zero_stage >= 2 or offload_params,
+        offload_params=offload_params,
     )
 
 

@@ -5,6 +5,7 @@ taken; shapes, dtypes, devices, allocations and collectives are those of a real 
 """
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -148,6 +149,8 @@ def simulated_runtime(*, world_size: int, rank: int = 0) -> Iterator[Runtime]:
         local_process_index=rank,
         fork_launched=False,
     )
+    # A CPU launch, or an earlier run of this process, left it set; Accelerate then refuses a device that is no CPU.
+    use_cpu = os.environ.pop("ACCELERATE_USE_CPU", None)
     try:
         accelerator = Accelerator(mixed_precision="no", fsdp_plugin=build_fsdp_plugin())
         assert accelerator.distributed_type == DistributedType.FSDP
@@ -163,3 +166,5 @@ def simulated_runtime(*, world_size: int, rank: int = 0) -> Iterator[Runtime]:
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
         dist.destroy_process_group()
+        if use_cpu is not None:
+            os.environ["ACCELERATE_USE_CPU"] = use_cpu

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from fsdp_trainer.agreement import is_main
 from fsdp_trainer.checkpoint import build_save_group, find_checkpoint, load_checkpoint
 from fsdp_trainer.checkpoint_folder import Progress, published, remove_leftovers
 from fsdp_trainer.config import Config
@@ -26,6 +27,7 @@ from fsdp_trainer.data.loader import evaluation_windows, iterate_windows, steps_
 from fsdp_trainer.data.rows import Rows
 from fsdp_trainer.errors import ConfigError, FsdpTrainerError, Interrupted, NonFiniteError
 from fsdp_trainer.export import export_model
+from fsdp_trainer.launch import launch
 from fsdp_trainer.memory.measure import measure_memory
 from fsdp_trainer.optim.schedule import learning_rate, warmup_length
 from fsdp_trainer.progress import log_line
@@ -61,8 +63,6 @@ def finetune(config: Config, *, processes: int | None = None) -> Path:
 
 
 def _start_processes(config: Config, processes: int) -> Path:
-    from fsdp_trainer.launch import launch
-
     with tempfile.TemporaryDirectory() as folder:
         settings = Path(folder) / SETTINGS
         config.save(settings)
@@ -90,7 +90,10 @@ class _Session:
 
 def _finetune(config: Config, runtime: Runtime, stop: StopRequest) -> Path:
     output_dir = Path(config.output_dir)
-    data = runtime.main_first("prepare data", lambda: load_training_data(config, is_writer=runtime.local_rank == 0))
+    data = runtime.main_first(
+        "prepare data",
+        lambda: load_training_data(config, is_writer=runtime.local_rank == 0, show=runtime.is_main),
+    )
     _log_data(data, config, runtime)
     total_steps = _total_steps(config, data.train)
     resume_from = _find_start(config, runtime, output_dir)
@@ -120,12 +123,12 @@ def _finetune(config: Config, runtime: Runtime, stop: StopRequest) -> Path:
         runtime.accelerator.init_trackers("tracker", config=_flat(config.to_dict()))
     saver = Saver(run, facts=facts, process_group=save_group, output_dir=output_dir, saved_step=progress.step)
     session = _Session(data, total_steps, output_dir, stop, saver)
-    progress = _train(run, session, progress)
+    progress = train_loop(run, session, progress)
     _finish(run, session, progress)
     return output_dir
 
 
-def _train(run: Run, session: _Session, progress: Progress) -> Progress:
+def train_loop(run: Run, session: _Session, progress: Progress) -> Progress:
     """Loop over the remaining optimizer steps; saves are agreed by all ranks, so all leave together."""
     config, runtime, data = run.config, run.runtime, session.data
     windows = iterate_windows(
@@ -227,7 +230,6 @@ def _learning_rate(config: Config, optimizer_steps: int, total_steps: int) -> fl
         total_steps=total_steps,
         warmup=warmup_length(total_steps, warmup_ratio=schedule.warmup_ratio, warmup_steps=schedule.warmup_steps),
         min_lr_ratio=schedule.min_lr_ratio,
-        warmup_shape=schedule.warmup_shape,
     )
 
 
@@ -239,6 +241,8 @@ def _total_steps(config: Config, rows: Rows) -> int:
 
 def _stop(session: _Session, progress: Progress) -> None:
     path = session.saver.save_now(progress)
+    if is_main():
+        write_status(session.output_dir, state="interrupted", exit_code=Interrupted.exit_code, step=progress.step)
     raise Interrupted(
         f"Stopped on {session.stop.received or 'a signal to another rank'} after step {progress.step}.",
         values=f"saved {path}",

@@ -4,12 +4,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import xxhash
 from rich.text import Text
 from transformers import AutoTokenizer, GenerationConfig
 
 from fsdp_trainer.config import Config, ModelConfig
 from fsdp_trainer.data.cache import evaluation_source
+from fsdp_trainer.data.chat import read_chat_template
 from fsdp_trainer.data.describe import format_sample
 from fsdp_trainer.data.loader import steps_per_epoch
 from fsdp_trainer.data.prepare import prepare_rows
@@ -17,6 +19,7 @@ from fsdp_trainer.data.report import DataReport
 from fsdp_trainer.data.rows import Rows
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.model import load_hf_config
+from fsdp_trainer.progress import show_progress
 
 
 @dataclass(frozen=True)
@@ -41,9 +44,14 @@ class TrainingData:
             yield format_sample(self.train, index, tokenizer=self.tokenizer, colour=colour)
 
 
-def load_training_data(config: Config, *, is_writer: bool) -> TrainingData:
-    """Load the tokenizer and prepare the rows of `data.train` and `data.eval`, from the cache where they are in it."""
+def load_training_data(config: Config, *, is_writer: bool, show: bool) -> TrainingData:
+    """Load the tokenizer and prepare the rows of `data.train` and `data.eval`, from the cache where they are in it.
+
+    Only a rank with `is_writer` builds; `show` draws its progress.
+    """
     tokenizer = load_tokenizer(config.model)
+    # The template that trained goes with the exported model, wherever it came from.
+    tokenizer.chat_template = read_chat_template(config.data.chat_template, tokenizer=tokenizer)
     vocab_size = (
         load_hf_config(
             config.model.path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
@@ -55,15 +63,17 @@ def load_training_data(config: Config, *, is_writer: bool) -> TrainingData:
     sources = {"train": config.data.train, "eval": evaluation_source(config.data)}
     for split, source in sources.items():
         if source is not None:
-            prepared[split] = prepare_rows(
-                source,
-                data=config.data,
-                tokenizer=tokenizer,
-                seed=config.train.seed,
-                split=split,  # type: ignore[arg-type]
-                vocab_size=vocab_size,
-                is_writer=is_writer,
-            )
+            with show_progress(f"preparing {split} data", total=None, is_main=is_writer and show) as advance:
+                prepared[split] = prepare_rows(
+                    source,
+                    data=config.data,
+                    tokenizer=tokenizer,
+                    seed=config.train.seed,
+                    split=split,  # type: ignore[arg-type]
+                    vocab_size=vocab_size,
+                    is_writer=is_writer,
+                    on_records=advance,
+                )
     train = prepared["train"][0]
     return TrainingData(
         train=train,
@@ -80,8 +90,9 @@ def load_training_data(config: Config, *, is_writer: bool) -> TrainingData:
 def load_tokenizer(model: ModelConfig) -> Any:
     """Load the model's tokenizer, or the one that `model.tokenizer` names."""
     path = model.tokenizer or model.path
+    revision = {"revision": model.revision} if model.revision else {}
     try:
-        return AutoTokenizer.from_pretrained(path, revision=model.revision, trust_remote_code=model.trust_remote_code)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code, **revision)
     except (OSError, ValueError) as error:
         raise ConfigError(
             "The tokenizer cannot be loaded.",
@@ -92,7 +103,7 @@ def load_tokenizer(model: ModelConfig) -> Any:
 
 def _load_generation_config(model: ModelConfig) -> GenerationConfig | None:
     try:
-        return GenerationConfig.from_pretrained(model.path, revision=model.revision)
+        return GenerationConfig.from_pretrained(model.path, revision=model.revision or "main")
     except OSError:  # many models have none
         return None
 
@@ -108,5 +119,5 @@ def _pad_token_id(tokenizer: Any) -> int:
 def _digest(rows: Rows) -> str:
     digest = xxhash.xxh3_128()
     for array in (rows.tokens, rows.supervised, rows.document_starts, rows.row_documents):
-        digest.update(memoryview(array).cast("B"))
+        digest.update(np.ascontiguousarray(array).view(np.uint8).data)
     return digest.hexdigest()

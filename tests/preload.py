@@ -22,9 +22,7 @@ import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
-import fsdp_trainer.checkpoint
-import fsdp_trainer.export
-import fsdp_trainer.step  # noqa: F401
+import fsdp_trainer.training  # noqa: F401
 
 # DTensor finds out how operations shard by running them on fakes; the first fake operation sets that machinery up.
 with FakeTensorMode():

@@ -30,7 +30,7 @@ class Recipe:
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
+    eps: float = 1e-6
     weight_decay: float = 0.1
     max_grad_norm: float | None = 1.0
     schedule: str = "cosine"

@@ -24,7 +24,10 @@ PARTS = {
     "__main__": "cli",
     "cli": "cli",
     "train": "cli",
-    "launch": "cli",
+    "launch": "launch",
+    "launch_profile": "config",
+    "saving": "training",
+    "training_data": "training",
     "demo": "cli",
     "training": "training",
     "memory.planner": "planner",
@@ -43,7 +46,6 @@ PARTS = {
     "simulated": "techniques",
     "agreement": "techniques",
     "signals": "techniques",
-    "run_folder": "techniques",
     "patches": "techniques",
     "model": "techniques",
     "sharding": "techniques",
@@ -55,6 +57,7 @@ PARTS = {
     "checkpoint": "techniques",
     "export": "techniques",
     "config": "config",
+    "run_folder": "base",
     "progress": "base",
     "units": "base",
     "errors": "base",
@@ -70,7 +73,8 @@ BELOW = {
     "planner": {"simulate", "assembly", "techniques", "config", "facts", "base"},
     "report": {"config", "facts", "base"},
     "interop": {"config", "facts", "base"},
-    "training": {"assembly", "measure", "techniques", "config", "facts", "base"},
+    "launch": {"interop", "config", "facts", "base"},
+    "training": {"launch", "assembly", "measure", "techniques", "config", "facts", "base"},
 }
 BELOW["cli"] = set(BELOW) | {"top"}
 BELOW["top"] = set(BELOW) - {"cli"}
@@ -78,8 +82,8 @@ BELOW["top"] = set(BELOW) - {"cli"}
 SUB_PACKAGES = {"data", "optim", "memory", "interop", "report"}
 BANNED_NAMES = {"utils", "util", "core", "base", "common", "helpers", "misc", "registry", "manager", "callbacks"}
 # Answer at once on any machine: importing torch alone took 2 to 13 s.
-WITHOUT_TORCH = ("errors", "units", "progress", "config", "cli", "launch", "data.sources", "interop", "memory.hardware")
-WITHOUT_TORCH += ("memory.estimate", "memory", "data", "", "__main__", "demo")
+WITHOUT_TORCH = ("errors", "units", "progress", "run_folder", "config", "cli", "launch", "demo", "", "__main__")
+WITHOUT_TORCH += ("data", "data.sources", "data.formats", "memory", "memory.hardware", "memory.estimate")
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "bitsandbytes", "torchao"}
 MAY_PRINT = ("cli", "progress", "report", "demo")
 # simulated.py is the simulated part of the runtime: what it changes, it undoes on exit.
@@ -87,7 +91,11 @@ MAY_PATCH = ("patches", "runtime", "simulated", "memory.simulate")
 PATCHED = {"torch", "transformers", "accelerate"}
 MAX_FUNCTION_LINES = 80
 MAX_FILE_LINES = 500
-SMALL_FUNCTIONS = {"run": ("build_run",), "step": ("train_step", "eval_step"), "training": ("train_loop", "finetune")}
+SMALL_FUNCTIONS = {
+    "run": ("build_run",),
+    "step": ("train_step", "eval_step"),
+    "training": ("finetune", "_finetune", "train_loop"),
+}
 MAX_SMALL_FUNCTION_LINES = 60
 
 
@@ -179,16 +187,21 @@ def find_upward_imports(source: Source) -> list[str]:
     return found
 
 
+def is_light(module: str) -> bool:
+    """True for modules that must not bring torch in."""
+    named = any(module == name or (name and module.startswith(f"{name}_")) for name in WITHOUT_TORCH)
+    return named or module.split(".")[0] == "interop"
+
+
 def find_heavy_imports(source: Source) -> list[str]:
-    """Imports of torch and its like that run when the module is imported."""
-    light = any(source.module == name or source.module.startswith(f"{name}_") for name in WITHOUT_TORCH)
-    light = light or source.module.split(".")[0] == "interop"
-    if not light:
+    """Imports that bring torch and its like in when the module is imported, by themselves or through one of ours."""
+    if not is_light(source.module):
         return []
     return [
         f"{source.module}:{line}: imports {name} at module level"
         for line, name in _import_time_imports(source.tree.body)
         if name.split(".")[0] in HEAVY
+        or (name.startswith(f"{PACKAGE}.") and not is_light(name.removeprefix(f"{PACKAGE}.")))
     ]
 
 
@@ -384,6 +397,8 @@ def test_tracked_files_name_no_machine_and_no_registry() -> None:
         ("training", "from fsdp_trainer.memory.planner import plan"),
         ("training", "from fsdp_trainer.memory import planner"),
         ("memory.measure", "from fsdp_trainer.training import finetune"),
+        ("launch", "from fsdp_trainer.training import finetune"),
+        ("launch_profile", "from fsdp_trainer.model import load"),
         ("somewhere_new", "import os"),
     ],
 )
@@ -418,6 +433,9 @@ def test_downward_import_is_allowed(module: str, text: str) -> None:
         ("units", "class A:\n    import torch"),
         ("interop.deepspeed", "import torch"),
         ("", "import torch"),
+        ("cli", "from fsdp_trainer.training import finetune"),
+        ("cli_extras", "import fsdp_trainer.run"),
+        ("launch", "from fsdp_trainer.data.loader import Rows"),
     ],
 )
 def test_heavy_import_is_found(module: str, text: str) -> None:
@@ -428,6 +446,8 @@ def test_heavy_import_is_found(module: str, text: str) -> None:
     ("module", "text"),
     [
         ("config", "def f():\n    import torch"),
+        ("cli", "def f():\n    from fsdp_trainer.training import finetune"),
+        ("cli", "from fsdp_trainer.config import Config\nfrom fsdp_trainer.launch import launch"),
         ("config", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
         ("loss", "import torch"),
     ],

@@ -31,7 +31,8 @@ def settings(model: str, train: str, output_dir: str | Path, /, **sections: dict
         "precision": "fp32",
         "activation_checkpointing": {"mode": "none"},
         "loss": {"kind": "chunked"},
-        "optim": {"lr": 1e-3, "weight_decay": 0.1, "max_grad_norm": 1.0},
+        # Some gradient entries are nearly zero; at the usual 1e-8 AdamW makes steps of full size of their rounding noise.
+        "optim": {"lr": 1e-3, "weight_decay": 0.1, "max_grad_norm": 1.0, "eps": 1e-6},
         "schedule": {"name": "cosine", "warmup_steps": 3, "min_lr_ratio": 0.1},
         "batch": {"global_batch_size": 16, "micro_batch_size": 4},
         "train": {"max_steps": 20, "seed": 7},
@@ -84,7 +85,7 @@ def documents_by_step(run_settings: dict[str, Any], steps: int) -> list[list[Doc
 
     config = Config.from_dict(run_settings)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    rows = prepare_rows(config.data.train, data=config.data, tokenizer=tokenizer, seed=config.train.seed)
+    rows, _ = prepare_rows(config.data.train, data=config.data, tokenizer=tokenizer, seed=config.train.seed)
     plan = []
     for step in range(steps):
         window = build_window(

@@ -5,7 +5,7 @@ Which rows a step sees depends on (seed, epoch, index) alone: never on the world
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -160,7 +160,7 @@ def iterate_windows(
     packing: bool,
     pad_token_id: int,
     prefetch: int = 2,
-) -> Iterator[Window]:
+) -> Generator[Window, None, None]:
     """Yield the windows of steps start..stop-1, built `prefetch` ahead in a thread that ends with the generator."""
 
     def windows() -> Iterator[Window]:
@@ -192,7 +192,7 @@ def evaluation_windows(
     packing: bool,
     pad_token_id: int,
     prefetch: int = 2,
-) -> Iterator[Window]:
+) -> Generator[Window, None, None]:
     """Yield windows of one micro-batch a rank that hold every row once, in order; the last may be short."""
     batch = micro_batch_size * world_size
     return iterate_windows(
@@ -220,7 +220,7 @@ class _Failed:
 _DONE = object()
 
 
-def prefetched(source: Iterator[Window], *, depth: int) -> Iterator[Window]:
+def prefetched(source: Iterator[Window], *, depth: int) -> Generator[Window, None, None]:
     """Run an iterator in a thread, at most `depth` items ahead; its exceptions are raised where the items are used."""
     waiting: queue.Queue = queue.Queue(maxsize=depth)
     closed = threading.Event()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CHUNK_RECORDS = 256
-_WORKERS_PAY_FROM_RECORDS = 5000  # a worker needs seconds to start: it imports transformers
+_WORKERS_PAY_FROM_RECORDS = 5000  # starting them costs seconds; until there the tokenizer's own threads serve
 _SHOWN_BAD_RECORDS = 20
 _LOST_SHARE = 0.1  # more than this share of records dropped or cut is worth a warning
 
@@ -44,12 +44,12 @@ def prepare_rows(
     vocab_size: int | None = None,
     is_writer: bool = True,
     wait: Callable[[], None] = lambda: None,
-    on_records: Callable[[int], None] = lambda done: None,
+    on_records: Callable[[int], None] = lambda count: None,
 ) -> tuple[Rows, DataReport]:
     """Return the rows of a source, built when the cache does not hold them.
 
     In a distributed run every rank calls this; only the one with `is_writer` builds, and `wait` (a barrier) is called
-    once by each between building and loading. `on_records` gets the number of records done so far.
+    once by each between building and loading. `on_records` gets the number of records done since its last call.
     """
     path = cache_path(source, data=data, tokenizer=tokenizer, seed=seed, split=split, vocab_size=vocab_size)
     if is_writer and not path.exists():
@@ -76,7 +76,7 @@ def build_cache(
     seed: int,
     split: Split = "train",
     vocab_size: int | None = None,
-    on_records: Callable[[int], None] = lambda done: None,
+    on_records: Callable[[int], None] = lambda count: None,
 ) -> None:
     """Build the rows and put them at `path`, complete or not at all."""
     encoder = build_encoder(
@@ -109,6 +109,12 @@ def build_cache(
 
 def load_prepared(path: Path) -> tuple[Rows, DataReport]:
     """Map the rows that `build_cache` left at `path`, and read their report."""
+    if not path.exists():
+        raise DataError(
+            "the prepared rows are not there",
+            values=f"{path}, to be built by the first process of this machine or shared file system",
+            fix="look at that process's own error; data.cache_dir must be a folder that both see",
+        )
     return load_rows(path), load_report(path / "report.json")
 
 
@@ -119,7 +125,7 @@ def build_rows(
     encoder: Encoder,
     seed: int,
     split: Split = "train",
-    on_records: Callable[[int], None] = lambda done: None,
+    on_records: Callable[[int], None] = lambda count: None,
 ) -> tuple[Rows, DataReport]:
     """Read, encode and pack a source in memory."""
     paths = resolve_paths(source)
@@ -135,7 +141,7 @@ def build_rows(
             raise part.bad[0].error()
         parts.append(part)
         records += part.records
-        on_records(records)
+        on_records(part.records)
     bad = [record for part in parts for record in part.bad]
     dropped = sum((part.dropped for part in parts), Counter())
     if not any(len(part.lengths) for part in parts):

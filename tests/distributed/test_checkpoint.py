@@ -157,6 +157,32 @@ def test_background_save_is_a_snapshot(stage: int, model_folder: ModelFolder, tm
     ]
 
 
+def save_twice_through_one_stager(settings: dict[str, Any]) -> list[list[str]]:
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+    run = runs.build(settings)
+    group, stager = runs.save_group(), DefaultStager(StagingOptions(False, False, False, False))
+    pending, before, paths = None, [], []
+    for step in (1, 2):
+        runs.take_steps(run, step - 1, step)
+        before.append(runs.local_digests(run))
+        pending = runs.save(run, step, asynchronous=True, process_group=group, after=pending, stager=stager)
+        paths.append(pending.path)
+    runs.take_steps(run, 2, 3)
+    assert pending is not None
+    pending.wait()
+    wrong = []
+    for digests, path in zip(before, paths, strict=True):
+        runs.load(run, path)
+        wrong.append(runs.differing(digests, runs.local_digests(run)))
+    return wrong
+
+
+def test_host_memory_is_reused_without_mixing_two_saves(model_folder: ModelFolder, tmp_path: Path) -> None:
+    answers = run_ranks(save_twice_through_one_stager, 2, tiny(model_folder("llama"), tmp_path))
+    assert answers == [[[], []], [[], []]]
+
+
 def save_in_a_row(settings: dict[str, Any]) -> dict[str, Any]:
     run = runs.build(settings)
     group = runs.save_group()
@@ -180,6 +206,8 @@ def test_one_save_in_flight_and_old_ones_pruned(model_folder: ModelFolder, tmp_p
 
 def fail_on_one_rank(settings: dict[str, Any], asynchronous: bool, failing: int) -> dict[str, Any]:
     """Save, save again where one rank cannot write more than 4 KiB to a file, and save once more without the limit."""
+    import torch.distributed as dist
+
     from fsdp_trainer.checkpoint import find_checkpoint
     from fsdp_trainer.errors import CheckpointError
 
@@ -200,6 +228,7 @@ def fail_on_one_rank(settings: dict[str, Any], asynchronous: bool, failing: int)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     left = find_checkpoint(output_dir, resume="auto")
     names = sorted(path.name for path in (output_dir / "checkpoints").iterdir())
+    dist.barrier()  # both ranks have looked before the next save begins
     last = runs.save(run, 3, process_group=group).wait()
     return {"message": message, "polls": polls, "left": left and left.name, "names": names, "last": last.is_dir()}
 
@@ -399,6 +428,10 @@ def test_prune_keeps_the_newest_complete_ones(saved: Path, tmp_path: Path) -> No
     prune(tmp_path, keep_latest=2)
     # The damaged newest one does not count: two good ones stay.
     assert [int(path.name[5:]) for path in published(tmp_path)] == [100, 30, 10]
+    went_back = tmp_path / "checkpoints" / "step-00000005"
+    shutil.copytree(saved, went_back)
+    prune(tmp_path, keep_latest=1, just_saved=went_back)
+    assert [int(path.name[5:]) for path in published(tmp_path)] == [100, 30, 5]
 
 
 def test_state_says_what_the_run_was(saved: Path) -> None:

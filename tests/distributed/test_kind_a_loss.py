@@ -153,4 +153,5 @@ def test_short_last_window_steps_once(world_size: int, model_folder: Folder, tmp
     assert [row["supervised_tokens"] for row in rows] == [sum(sum(d.supervised) for d in step) for step in plan]
     assert [row["lr"] for row in rows] == pytest.approx(expected.lrs)
     assert rows[-1]["lr"] == pytest.approx(0.25e-3)
-    assert max(reference.movement_errors(got["weights"], expected).values()) < 1e-4
+    errors = reference.movement_errors(got["weights"], expected)
+    assert max(errors.values()) < 1e-4, sorted(errors.items(), key=lambda item: -item[1])[:5]

@@ -244,4 +244,5 @@ def test_gemma3_sliding_window_through_sdpa(
     expected = references("gemma3", True, "on")
     got = train_case(case, model_folder("gemma3"), data[True][0], tmp_path)
     assert [row["loss"] for row in got["metrics"] if "loss" in row] == pytest.approx(expected.losses, rel=1e-5)
-    assert max(reference.movement_errors(got["weights"], expected).values()) < 1e-4
+    errors = reference.movement_errors(got["weights"], expected)
+    assert max(errors.values()) < 1e-4, sorted(errors.items(), key=lambda item: -item[1])[:5]

@@ -26,13 +26,14 @@ STAGES: dict[str, dict[str, Any]] = {
 }
 
 
-def settings_for(model: str, tmp_path: Path, world: int, **sections: Any) -> dict[str, Any]:
+def settings_for(model: str, tmp_path: Path, world: int, /, **sections: Any) -> dict[str, Any]:
     batch = {"global_batch_size": 4 * world, "micro_batch_size": 2}
-    return training_runs.settings(model, "unused.jsonl", tmp_path, **{"batch": batch, **sections})
+    sections = {"batch": batch, "data": {"packing": True}, **sections}
+    return training_runs.settings(model, "unused.jsonl", tmp_path, **sections)
 
 
 def rows(world: int) -> list[list[models.Document]]:
-    _, docs = models.make_records(8 * world, seed=2)
+    _, docs = models.make_records(8 * world, seed=2, longest=20)
     return [docs[2 * index : 2 * index + 2] for index in range(4 * world)]
 
 
@@ -59,6 +60,8 @@ def describe(run: Any, output: Any) -> dict[str, Any]:
 
 
 def simulate(run_settings: dict[str, Any], documents: list[Any], world: int, rank: int) -> dict[str, Any]:
+    import os
+
     import torch.distributed as dist
     from accelerate import PartialState
     from torch._subclasses.fake_tensor import FakeTensor
@@ -75,13 +78,15 @@ def simulate(run_settings: dict[str, Any], documents: list[Any], world: int, ran
         run = build_run(config, runtime)
         window = step_runs.window_of(run, documents)
         output = train_step(run, window, learning_rate=1e-3)
-        evaluated = eval_step(run, window.micro_batches[0])
         found = describe(run, output)
+        evaluated = eval_step(run, window.micro_batches[0])
+        run.sharding.reshard_all()
         tensors = [output.loss, output.grad_norm, evaluated]
         tensors += [p.to_local() if isinstance(p, DTensor) else p for p in run.model.parameters()]
         found["fake"] = all(isinstance(tensor, FakeTensor) for tensor in tensors)
         found["devices"] = sorted({str(tensor.device.type) for tensor in tensors[3:]})
-    found["left_behind"] = dist.is_initialized() or bool(PartialState._shared_state)
+    left = dist.is_initialized() or bool(PartialState._shared_state)
+    found["left_behind"] = left or os.environ["ACCELERATE_USE_CPU"] != "true"
     return found
 
 

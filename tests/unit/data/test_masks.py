@@ -1,0 +1,266 @@
+"""What is supervised: every handed file and template as its README says, shown as text with ⟦targets⟧ marked."""
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from fsdp_trainer.errors import DataError
+from tests.unit.data.toy_tokenizer import CHATML, build_tokenizer
+
+MARKERS = "t02_chatml_with_generation_markers.jinja"
+STRICT = "t05_strict_alternation_no_system.jinja"
+
+
+def chat(*turns: str) -> dict:
+    roles = ["user", "assistant"] * len(turns)
+    return {"messages": [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]}
+
+
+def test_d10_every_assistant_turn_with_its_end_is_a_target(prepared, shown):
+    rows, report = prepared("d10_multi_turn_chat")
+    assert shown(rows) == [
+        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
+        "<|im_start|>assistant\n⟦hello<|im_end|>⟧\n"
+        "<|im_start|>user\nbye<|im_end|>\n<|im_start|>assistant\n⟦see you<|im_end|>⟧\n",
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>user\nb (two user turns)<|im_end|>\n"
+        "<|im_start|>assistant\n⟦c<|im_end|>⟧\n",
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>system\nlate system<|im_end|>\n"
+        "<|im_start|>assistant\n⟦c<|im_end|>⟧\n",
+        "<|im_start|>user\nlast turn is user<|im_end|>\n<|im_start|>assistant\n⟦yes<|im_end|>⟧\n"
+        "<|im_start|>user\ndangling<|im_end|>\n",
+    ]
+    assert not report.warnings
+
+
+def test_last_assistant_only(prepared, shown):
+    rows, _ = prepared("d10_multi_turn_chat", train_on="last_assistant")
+    assert "⟦hello" not in shown(rows)[0]
+    assert "⟦see you<|im_end|>⟧" in shown(rows)[0]
+    assert "⟦yes<|im_end|>⟧" in shown(rows)[3]
+
+
+def test_train_on_all_leaves_out_the_first_token_only(prepared):
+    rows, _ = prepared("d10_multi_turn_chat", train_on="all")
+    assert np.array_equal(np.flatnonzero(~rows.supervised), rows.document_starts[:-1])
+
+
+def test_generation_markers_are_used_as_they_are(prepared, shown):
+    rows, _ = prepared("d10_multi_turn_chat", chat_template=MARKERS)
+    assert "⟦hello<|im_end|>\n⟧" in shown(rows)[0]
+    last, _ = prepared("d10_multi_turn_chat", chat_template=MARKERS, train_on="last_assistant")
+    assert shown(last)[0].count("⟦") == 1
+    assert "⟦see you<|im_end|>\n⟧" in shown(last)[0]
+
+
+def test_markers_without_the_end_of_turn_give_way_to_the_prefix(prepared, shown, jsonl):
+    short = CHATML.replace(
+        "m['content'] + '<|im_end|>\\n' }}", "'' }}{% generation %}{{ m['content'] }}{% endgeneration %}"
+    )
+    short = short.replace("{% endgeneration %}", "{% endgeneration %}{{ '<|im_end|>\\n' }}")
+    tokenizer = build_tokenizer(template=short)
+    rows, report = prepared(jsonl(chat("q", "hello")), tokenizer=tokenizer)
+    assert shown(rows, tokenizer=tokenizer)[0].endswith("⟦hello<|im_end|>⟧\n")
+    assert not report.warnings
+
+
+def test_markers_and_prefix_agree_but_for_the_newline_after_the_end(prepared):
+    marked, _ = prepared("d10_multi_turn_chat", chat_template=MARKERS)
+    plain, _ = prepared("d10_multi_turn_chat")
+    assert np.array_equal(marked.tokens, plain.tokens)
+    only_marked = marked.supervised & ~plain.supervised
+    assert not (plain.supervised & ~marked.supervised).any()
+    assert len(set(marked.tokens[only_marked].tolist())) == 1  # the newline
+
+
+def test_t05_a_template_error_names_the_line(prepared, shown):
+    with pytest.raises(DataError, match=r"d10_multi_turn_chat.jsonl:1: .*roles must alternate"):
+        prepared("d10_multi_turn_chat", chat_template=STRICT)
+    rows, report = prepared("d10_multi_turn_chat", chat_template=STRICT, on_bad_record="skip")
+    assert report.skipped == {"template error": 3}
+    assert [example.split(":")[1] for example in report.skipped_examples] == ["1", "2", "3"]
+    assert "[assistant] yes<|im_end|>⟧" in shown(rows)[0]
+
+
+@pytest.mark.parametrize("template", ["t04_emits_bos.jinja", "t01_chatml_no_generation_markers.jinja"])
+def test_one_bos_whoever_writes_it(prepared, template: str):
+    tokenizer = build_tokenizer(adds_bos=True)
+    rows, _ = prepared("d10_multi_turn_chat", tokenizer=tokenizer, chat_template=template)
+    starts = rows.document_starts[:-1]
+    assert np.array_equal(np.flatnonzero(rows.tokens == tokenizer.bos_token_id), starts)
+    assert not rows.supervised[starts].any()
+
+
+def test_a_template_that_writes_bos_for_a_tokenizer_that_does_not(prepared, tokenizer):
+    rows, _ = prepared("d10_multi_turn_chat", chat_template="t04_emits_bos.jinja")
+    assert np.array_equal(np.flatnonzero(rows.tokens == tokenizer.bos_token_id), rows.document_starts[:-1])
+
+
+@pytest.mark.parametrize("name", ["d10_multi_turn_chat", "d13_prompt_completion"])
+def test_pad_equal_to_eos_does_not_hide_the_stop(prepared, tokenizer, name: str):
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    rows, report = prepared(name)
+    for start, stop in zip(rows.document_starts, rows.document_starts[1:], strict=False):
+        targets = rows.tokens[start:stop][rows.supervised[start:stop]]
+        assert targets[-1] == tokenizer.eos_token_id
+    assert not [warning for warning in report.warnings if "stop" in warning]
+
+
+def test_a_template_without_an_end_of_turn_is_warned_about(prepared, jsonl):
+    tokenizer = build_tokenizer(template=CHATML.replace("<|im_end|>", ""))
+    _, report = prepared(jsonl(chat("q", "hello")), tokenizer=tokenizer)
+    assert len(report.warnings) == 1
+    assert "learn to stop" in report.warnings[0]
+    assert "<|im_end|>" in report.warnings[0]  # the eos token it looked for
+
+
+def test_d02_empty_answers_are_dropped_and_never_the_word_none(prepared, shown):
+    rows, report = prepared("d02_empty_assistant_turns")
+    assert report.dropped == {"empty answer": 3}
+    assert len(shown(rows)) == 1
+    assert "⟦fine<|im_end|>⟧" in shown(rows)[0]
+
+
+@pytest.mark.parametrize("template", [MARKERS, "t01_chatml_no_generation_markers.jinja"])
+def test_an_empty_turn_among_others_is_no_target(prepared, shown, jsonl, template: str):
+    rows, _ = prepared(jsonl(chat("q", " ", "again", "hello")), chat_template=template)
+    assert shown(rows)[0].count("⟦") == 1
+    assert "⟦hello" in shown(rows)[0]
+    assert "None" not in shown(rows)[0]
+
+
+def test_d07_strict_names_the_first_bad_row_and_skip_names_all(prepared, shown):
+    with pytest.raises(DataError, match=r"d07_missing_fields.jsonl:1: no assistant message"):
+        prepared("d07_missing_fields")
+    rows, report = prepared("d07_missing_fields", on_bad_record="skip")
+    assert report.records == 8
+    assert sum(report.skipped.values()) == 6
+    assert [line.split(":")[1] for line in report.skipped_examples] == ["1", "2", "3", "4", "5", "7"]
+    assert "⟦starts with assistant<|im_end|>⟧" in shown(rows)[0]
+    assert "⟦ok<|im_end|>⟧" in shown(rows)[1]
+
+
+def test_the_assistant_may_speak_first_where_the_template_needs_a_message(prepared, shown, jsonl):
+    system = "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\nhelp<|im_end|>\\n' }}{% endif %}"
+    tokenizer = build_tokenizer(template=system + CHATML)
+    rows, _ = prepared(jsonl({"messages": [{"role": "assistant", "content": "hi"}]}), tokenizer=tokenizer)
+    text = "<|im_start|>system\nhelp<|im_end|>\n<|im_start|>assistant\n⟦hi<|im_end|>⟧\n"
+    assert shown(rows, tokenizer=tokenizer) == [text]
+
+
+def test_d08_too_long_by_each_policy(prepared, shown):
+    rows, report = prepared("d08_over_long", seq_len=64)
+    assert report.dropped == {"nothing to train on after truncation": 1}
+    assert (report.truncated, report.documents, report.longest_tokens) == (1, 2, 64)
+    assert shown(rows)[1].endswith("⟦fits<|im_end|>⟧\n")
+    _, report = prepared("d08_over_long", seq_len=64, on_too_long="drop")
+    assert (report.dropped, report.documents) == ({"longer than seq_len": 2}, 1)
+    with pytest.raises(DataError, match=r"d08_over_long.jsonl:1: .*longer than data.seq_len"):
+        prepared("d08_over_long", seq_len=64, on_too_long="error")
+
+
+def test_d22_rows_that_lose_all_labels_are_dropped_and_counted(prepared):
+    rows, report = prepared("d22_one_rank_all_masked", seq_len=64)
+    assert report.dropped == {"nothing to train on after truncation": 4}
+    assert (rows.row_supervised() > 0).all()
+
+
+def test_nothing_supervised_at_all_is_an_error(prepared):
+    with pytest.raises(DataError, match="no record is left") as error:
+        prepared("d08_over_long", seq_len=8)
+    assert "3 records" in str(error.value)
+    assert "after truncation" in str(error.value)
+
+
+def test_d13_prompt_masked_completion_and_eos_supervised(prepared, shown):
+    rows, report = prepared("d13_prompt_completion")
+    assert shown(rows) == [
+        "Q: 1+1=⟦ 2<|im_end|>⟧",
+        "Q: no leading space⟦joined<|im_end|>⟧",
+        "<|im_start|>user\nchat style prompt<|im_end|>\n<|im_start|>assistant\n⟦chat style completion<|im_end|>⟧\n",
+        # without a start token nothing predicts the first token of a document
+        shown(rows)[3],
+    ]
+    assert shown(rows)[3].replace("⟦", "").replace("⟧", "") == "empty prompt<|im_end|>"
+    assert report.dropped == {"empty completion": 1}
+
+
+@pytest.mark.parametrize("prompt", ["Q: no leading space", "Q: 1+1=", "word wo"])
+@pytest.mark.parametrize("completion", ["joined", " 2", "rd word", "\n\n"])
+def test_the_tokens_of_the_prompt_are_those_of_the_prompt_alone(prepared, tokenizer, jsonl, prompt, completion):
+    rows, _ = prepared(jsonl({"prompt": prompt, "completion": completion + "."}))
+    alone = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    assert rows.tokens[: len(alone)].tolist() == alone
+    assert np.array_equal(np.flatnonzero(rows.supervised), np.arange(len(alone), len(rows.tokens)))
+    assert tokenizer.decode(rows.tokens) == prompt + completion + ".<|im_end|>"
+
+
+def test_the_toy_tokenizer_does_merge_across_that_border(tokenizer):
+    """Otherwise the test above would show nothing."""
+    apart = tokenizer(["word wo", "rd word"], add_special_tokens=False)["input_ids"]
+    assert tokenizer("word word word", add_special_tokens=False)["input_ids"] != apart[0] + apart[1]
+
+
+def test_an_answer_that_starts_with_newlines_keeps_the_header_the_model_will_see(prepared, shown, tokenizer, jsonl):
+    header = tokenizer("<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
+    rows, _ = prepared(jsonl(chat("q", "\n\nhello")))
+    assert rows.tokens[: len(header)].tolist() == header
+    assert shown(rows)[0].endswith("⟦\n\nhello<|im_end|>⟧\n")
+
+
+def test_a_tokenizer_that_puts_a_space_before_every_text(prepared, jsonl):
+    tokenizer = build_tokenizer(prefix_space=True, template=None)
+    prompt, whole, completion = tokenizer(["hello%", "hello%zoo", "zoo"], add_special_tokens=False)["input_ids"]
+    assert prompt + completion != whole  # tokenised apart, the completion would begin with a space nobody wrote
+    rows, _ = prepared(jsonl({"prompt": "hello%", "completion": "zoo"}), tokenizer=tokenizer)
+    assert rows.tokens.tolist() == [*whole, tokenizer.eos_token_id]
+    assert int(np.flatnonzero(rows.supervised)[0]) == len(prompt)
+
+
+def test_a_border_that_cannot_be_kept_is_refused(prepared, jsonl):
+    tokenizer = build_tokenizer(prefix_space=True, template=None)
+    with pytest.raises(DataError, match=r"records.jsonl:1: the tokenizer merges"):
+        prepared(jsonl({"prompt": "word wo", "completion": "rd word"}), tokenizer=tokenizer)
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_with_a_way_out(prepared, shown, jsonl):
+    rewriting = CHATML.replace("m['content']", "(m['content'] if loop.last else 'earlier')")
+    tokenizer = build_tokenizer(template=rewriting)
+    path = jsonl(chat("q", "one", "r", "two"))
+    with pytest.raises(DataError, match=r"records.jsonl:1: .*last_assistant or all"):
+        prepared(path, tokenizer=tokenizer)
+    rows, _ = prepared(path, tokenizer=tokenizer, train_on="all")
+    assert "two<|im_end|>" in shown(rows, tokenizer=tokenizer)[0]
+
+
+def test_text_is_supervised_but_for_its_first_token_and_ends_once(prepared, tokenizer, jsonl):
+    rows, _ = prepared(jsonl({"text": "hello world"}, {"text": "ends itself<|im_end|>"}, {"text": "  "}))
+    assert rows.n_rows == 2
+    for index in range(2):
+        start, stop = rows.documents_of(index)
+        assert (rows.tokens[start:stop] == tokenizer.eos_token_id).sum() == 1
+        assert rows.tokens[stop - 1] == tokenizer.eos_token_id
+        assert rows.supervised[start:stop].tolist() == [False] + [True] * (stop - start - 1)
+
+
+def test_ids_outside_the_embedding_table_name_table_and_record(prepared, tokenizer: PreTrainedTokenizerFast):
+    highest = len(tokenizer)
+    with pytest.raises(DataError, match="embedding table") as error:
+        prepared("d10_multi_turn_chat", vocab_size=100)
+    assert "table of 100 rows" in str(error.value)
+    assert "d10_multi_turn_chat.jsonl:1" in str(error.value)
+    prepared("d10_multi_turn_chat", vocab_size=highest)
+
+
+def test_a_tokenizer_without_a_template_is_refused_for_chats_only(prepared, jsonl):
+    tokenizer = build_tokenizer(template=None)
+    with pytest.raises(DataError, match="no chat template"):
+        prepared("d10_multi_turn_chat", tokenizer=tokenizer)
+    prepared(jsonl({"text": "hello"}), tokenizer=tokenizer)
+
+
+def test_a_broken_template_is_named(prepared):
+    tokenizer = build_tokenizer(template="{% for m in messages %}{{ m")
+    with pytest.raises(DataError, match="not valid Jinja"):
+        prepared("d10_multi_turn_chat", tokenizer=tokenizer)
+    with pytest.raises(DataError, match="cannot be read"):
+        prepared("d10_multi_turn_chat", chat_template="missing.jinja")

