@@ -8,7 +8,7 @@ import json
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -25,8 +25,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from fsdp_trainer.agreement import all_true, is_main, run_on_all, run_on_main
 from fsdp_trainer.checkpoint_folder import (
@@ -44,6 +42,7 @@ from fsdp_trainer.checkpoint_folder import (
 )
 from fsdp_trainer.checkpoint_rng import derive_rng, restore_rng, rng_tensors
 from fsdp_trainer.errors import CheckpointError, DistributedError
+from fsdp_trainer.model import named_weights
 
 _RNG_RULE = "rng.<rank>.*, restored at the same world size; else derived from (seed, step, rank)"
 
@@ -255,22 +254,6 @@ def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
                 for key, value in _optimizer_state(optimizer, parameter, group).items():
                     tensors[f"optim.{name}.{key}"] = value
     return tensors
-
-
-def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters (a tied one once, under its first name) and persistent buffers, by their names in the model."""
-    named: dict[str, torch.Tensor] = dict(model.named_parameters())
-    if isinstance(model, FSDPModule):
-        whole = [name for name, parameter in named.items() if not isinstance(parameter, DTensor)]
-        assert not whole, f"{len(whole)} weights are gathered, such as {whole[0]}: reshard before saving or loading"
-    return named | dict(_persistent_buffers(model))
-
-
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield (f"{prefix}.{name}" if prefix else name), buffer
 
 
 def _optimizer_state(

@@ -22,8 +22,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_trainer.agreement import is_main, run_on_main
-from fsdp_trainer.checkpoint import named_weights
 from fsdp_trainer.errors import CheckpointError
+from fsdp_trainer.model import named_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_FILE_BYTES = 5 * 10**9  # what hubs and readers expect of one file, and what rank 0 holds at once

@@ -15,6 +15,7 @@ import torch
 from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -166,7 +167,7 @@ def load_weights(model: Any, path: str | Path) -> None:
     folder = Path(path)
     files = _tensor_files(folder)
     prefix = model.base_model_prefix + "."
-    targets = dict(model.named_parameters()) | _persistent_buffers(model)
+    targets = named_weights(model)
     renamed = {_stored_name(name, files, prefix): target for name, target in targets.items()}
     _check_names(renamed, files, model, folder, prefix)
     by_file: dict[Path, list[str]] = {}
@@ -207,13 +208,20 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     )
 
 
-def _persistent_buffers(model: Any) -> dict[str, torch.Tensor]:
-    found = {}
+def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters (a tied one once, under its first name) and persistent buffers, by their names in the model."""
+    named: dict[str, torch.Tensor] = dict(model.named_parameters())
+    if isinstance(model, FSDPModule):
+        whole = [name for name, parameter in named.items() if not isinstance(parameter, DTensor)]
+        assert not whole, f"{len(whole)} weights are gathered, such as {whole[0]}: reshard before saving or loading"
+    return named | dict(_persistent_buffers(model))
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield (f"{prefix}.{name}" if prefix else name), buffer
 
 
 def _check_names(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import set_seed
 from torch import nn
 
 from fsdp_trainer.activation_checkpointing import apply_activation_checkpointing
@@ -89,8 +90,8 @@ def build_run(config: Config, runtime: Runtime, *, load: bool = True) -> Run:
         optimizer = _build_optimizer(model, config.optim)
         _prepare(runtime, model, optimizer)
         scaler = torch.amp.GradScaler(runtime.device.type) if config.precision == "fp16" else None
-        # 9. Dropout differs between ranks and is the same in every rerun.
-        torch.manual_seed(config.train.seed * 1_000_003 + runtime.rank)
+        # 9. Dropout differs between ranks and is the same in every rerun; so is whatever else draws numbers.
+        set_seed(config.train.seed * 1_000_003 % 2**32 + runtime.rank)
     facts = _facts(config, runtime, model, len(parts.layers), recomputed, optimizer)
     return Run(config, runtime, model, optimizer, scaler, sharding, hf_config, facts)
 

@@ -76,12 +76,14 @@ class Runtime:
         """Run `work` on the first rank of each node, then on the others; return what it returned here.
 
         The others wait on the store, not in a collective: the first may prepare data for hours without tripping the
-        process group's timeout. When it fails they end at once. `key` is used once in a process group's life.
+        process group's timeout. When it fails they end at once. `key` names the work in the error message.
         """
         if self.world_size == 1:
             return work()
         store = dist.distributed_c10d._get_default_store()
-        key = f"{key}/{self.rank - self.local_rank}"  # the store is shared by all nodes
+        # A process may train twice, and what the first run left in the store must not release the second.
+        turn = store.add(f"{key}/turns of rank {self.rank}", 1)
+        key = f"{key}/{turn}/{self.rank - self.local_rank}"  # the store is shared by all nodes
         if self.local_rank == 0:
             outcome = "failed"
             try:

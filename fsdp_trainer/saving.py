@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdp_trainer.checkpoint import PendingSave, save_checkpoint
+from fsdp_trainer.checkpoint import PendingSave, build_stager, save_checkpoint
 from fsdp_trainer.checkpoint_folder import Progress, checkpoint_path
 from fsdp_trainer.progress import log_line
 from fsdp_trainer.run import Run
@@ -27,6 +27,7 @@ class Saver:
     ) -> None:
         self._run, self._facts, self._group, self._output_dir = run, facts, process_group, output_dir
         self._pending: PendingSave | None = None
+        self._stager = build_stager(run.runtime.device) if run.config.checkpoint.async_save else None
         self._saved_step = saved_step
 
     def save(self, progress: Progress) -> None:
@@ -39,6 +40,12 @@ class Saver:
             self._save(progress, asynchronous=False)
         self._finish()
         return checkpoint_path(self._output_dir, progress.step)
+
+    def close(self) -> None:
+        """Wait for the save in flight and give its host memory back."""
+        self._finish()
+        if self._stager is not None:
+            self._stager.close()
 
     def poll(self) -> None:
         """Notice a background save that is done or has failed; called once a step."""
@@ -59,6 +66,7 @@ class Saver:
             device=run.runtime.device,
             process_group=self._group,
             asynchronous=asynchronous,
+            stager=self._stager,
             keep_latest=run.config.checkpoint.keep_latest,
         )
         self._saved_step = progress.step

@@ -356,11 +356,12 @@ def _find_start(config: Config, runtime: Runtime, output_dir: Path) -> Path | No
         output_dir.mkdir(parents=True, exist_ok=True)
         remove_leftovers(output_dir)
     found = find_checkpoint(output_dir, resume=config.checkpoint.resume, log=log_line)
-    if config.checkpoint.resume == "never" and published(output_dir):
+    newest = next((path.resolve() for path in published(output_dir)), None)
+    if config.checkpoint.resume != "auto" and newest is not None and (found is None or found.resolve() != newest):
         raise ConfigError(
-            "The run folder holds checkpoints of an earlier run, which a new run would replace.",
-            values=f"checkpoint.resume: never, {published(output_dir)[0]}",
-            fix="set another output_dir, set checkpoint.resume: auto, or move the folder away",
+            "The run folder holds newer checkpoints: auto would take them up again later, a new run would delete them.",
+            values=f"checkpoint.resume: {config.checkpoint.resume}, newest {newest}",
+            fix="set another output_dir, set checkpoint.resume: auto, or move the newer checkpoints away",
         )
     return found
 
@@ -378,6 +379,7 @@ def _finish(run: Run, session: _Session, progress: Progress) -> None:
     """Save the last state, export the model, and leave the folder complete."""
     config, runtime, data = run.config, run.runtime, session.data
     session.saver.save_now(progress)
+    session.saver.close()
     if config.export.at_end:
         exported = export_model(
             session.output_dir / "model",

@@ -1,0 +1,73 @@
+"""Tiny models of many Transformers architectures, to find the one that computes its attention or logits another way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.models import EOS, PAD, VOCAB_SIZE, build_tokenizer
+
+SHARED: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "initializer_range": 0.1,
+    "pad_token_id": PAD,
+    "eos_token_id": EOS,
+    "bos_token_id": None,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+DECODER: dict[str, Any] = {
+    **SHARED,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+# name of the model class: config class and what differs from DECODER
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral": ("MistralConfig", {"sliding_window": 8}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen2_window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    "phi3": ("Phi3Config", {}),
+    "olmo2": ("Olmo2Config", {}),
+    "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0]}),
+    "stablelm": ("StableLmConfig", {}),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": 8, "residual_dropout": 0.0, "embedding_dropout": 0.0}),
+    "granite": (
+        "GraniteConfig",
+        {
+            "embedding_multiplier": 2.0,
+            "logits_scaling": 3.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.3,
+        },
+    ),
+    "cohere": ("CohereConfig", {"logit_scale": 0.25, "tie_word_embeddings": True}),
+    "gpt_neox": ("GPTNeoXConfig", {}),
+    "opt": ("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 48, "dropout": 0.0}),
+    "gemma": ("GemmaConfig", {"head_dim": 12, "tie_word_embeddings": True}),
+    "mixtral": ("MixtralConfig", EXPERTS),
+    "gpt_oss": ("GptOssConfig", {**EXPERTS, "head_dim": 12, "sliding_window": 8}),
+    "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}),
+    "falcon": ("FalconConfig", {}),
+}
+
+
+def save_architecture(name: str, folder: str) -> str:
+    """Save a randomly initialised fp32 model of the architecture, its norms and biases moved off 1 and 0."""
+    import torch
+    import transformers
+
+    class_name, changes = ARCHITECTURES[name]
+    torch.manual_seed(4321)
+    config = getattr(transformers, class_name)(**{**DECODER, **changes})
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    model.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return folder
