@@ -106,9 +106,8 @@ def main() -> None:
     print("\n| configuration | step | tokens/s | peak allocated | peak reserved |\n|---|---|---|---|---|")
     for row in rows:
         memory = [f"{row[key]:.2f} GiB" if key in row else "-" for key in ("max_allocated_gib", "max_reserved_gib")]
-        print(
-            f"| {row['name']} | {row['step_seconds']:.3f} s | {row['tokens_per_second']:,.0f} | {' | '.join(memory)} |"
-        )
+        speed = f"{row['step_seconds']:.3f} s | {row['tokens_per_second']:,.0f}"
+        print(f"| {row['name']} | {speed} | {' | '.join(memory)} |")
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ def plain_job(folder: str, case: str, precision: str, steps: int) -> Iterator[An
     sizes = CASES[case]
     PartialState(cpu=True)
     promote_cpu_ranks_to_fsdp()
-    micro, world = sizes["micro_batch_size"], 2
+    micro, world = sizes["micro_batch_size"], int(os.environ["WORLD_SIZE"])
     accumulation = sizes["global_batch_size"] // (micro * world)
     accelerator = Accelerator(
         mixed_precision="no" if precision == "fp32" else precision,
@@ -186,7 +186,7 @@ JOBS = {"ours": our_job, "plain": plain_job}
 
 
 def _rank(connection: Any, job: str, folder: str, case: str, precision: str, steps: int, rank: int, port: int) -> None:
-    """One rank of one job: waits for its turn, takes a step, answers (seconds, loss, peak live bytes)."""
+    """One rank of one job: waits for its turn, takes a step, answers (seconds, loss, CPU seconds, peak live bytes)."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -208,6 +208,7 @@ def _rank(connection: Any, job: str, folder: str, case: str, precision: str, ste
     tensors = next(work)
     connection.send("ready")
     while (turn := connection.recv()) != "end":
+        before = time.process_time()
         if turn == "traced":
             gc.collect()
             live = LiveBytes()
@@ -215,16 +216,17 @@ def _rank(connection: Any, job: str, folder: str, case: str, precision: str, ste
                 live.count(tensor)
             with live:
                 seconds, loss = next(work)
-            connection.send((seconds, loss, live.peak))
+            connection.send((seconds, loss, time.process_time() - before, live.peak))
         else:
-            connection.send((*next(work), 0))
+            seconds, loss = next(work)
+            connection.send((seconds, loss, time.process_time() - before, 0))
 
 
 def _optimizer_tensors() -> list[Any]:
     """Return the state of every optimizer alive in this process: made before the trace began, and part of the peak."""
     import torch
 
-    optimizers = [item for item in gc.get_objects() if isinstance(item, torch.optim.Optimizer)]
+    optimizers = [item for item in gc.get_objects() if issubclass(type(item), torch.optim.Optimizer)]
     states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
     unique = {id(value): value for value in states if isinstance(value, torch.Tensor)}
     return list(unique.values())
@@ -255,21 +257,23 @@ def compare(folder: str, case: str, *, precision: str, rounds: int) -> dict[str,
         for end in ends[job]:
             end.recv()  # built before the next job starts, so that two loads do not compete
 
-    def take(job: str, turn: str) -> tuple[float, float, int]:
+    def take(job: str, turn: str) -> tuple[float, float, float, int]:
         for end in ends[job]:
             end.send(turn)
         answers = [end.recv() for end in ends[job]]
-        return max(answer[0] for answer in answers), answers[0][1], answers[0][2]
+        return max(answer[0] for answer in answers), answers[0][1], sum(answer[2] for answer in answers), answers[0][3]
 
     seconds: dict[str, list[float]] = {job: [] for job in JOBS}
+    processor: dict[str, list[float]] = {job: [] for job in JOBS}
     losses: dict[str, list[float]] = {job: [] for job in JOBS}
     for index in range(rounds + 2):
         for job in JOBS if index % 2 == 0 else reversed(JOBS):
-            taken, loss, _ = take(job, "step")
+            taken, loss, busy, _ = take(job, "step")
             if index >= 2:  # optimizer state is made in the first step
                 seconds[job].append(taken)
+                processor[job].append(busy)
                 losses[job].append(loss)
-    peaks = {job: take(job, "traced")[2] for job in JOBS}
+    peaks = {job: take(job, "traced")[3] for job in JOBS}
     for job in JOBS:
         for end in ends[job]:
             end.send("end")
@@ -279,7 +283,7 @@ def compare(folder: str, case: str, *, precision: str, rounds: int) -> dict[str,
     return {
         job: {
             "seconds": statistics.median(seconds[job]),
-            "fastest": min(seconds[job]),
+            "processor": statistics.median(processor[job]),
             "loss": statistics.mean(losses[job]),
             "peak": peaks[job],
         }
@@ -300,15 +304,17 @@ def format_table(results: dict[str, dict[str, dict[str, float]]], *, precision: 
         f"{os.cpu_count()} cores ({platform.machine()}), 2 gloo ranks, SmolLM2-135M, fp32 masters, rows of at most "
         f"{SEQ_LEN} tokens, no activation checkpointing.",
         "",
-        "| case | step, ours | step, plain | speed ratio | peak live bytes, ours | plain | memory ratio |",
-        "|---|---|---|---|---|---|---|",
+        "| case | step, ours | step, plain | speed ratio | CPU seconds ratio | peak live bytes, ours | plain "
+        "| memory ratio |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for case, by_job in results.items():
         ours, plain = by_job["ours"], by_job["plain"]
+        speed, cpu = plain["seconds"] / ours["seconds"], plain["processor"] / ours["processor"]
+        memory = ours["peak"] / plain["peak"]
         lines.append(
-            f"| {case} | {ours['seconds']:.2f} s | {plain['seconds']:.2f} s | "
-            f"**{plain['seconds'] / ours['seconds']:.2f}x** | {ours['peak'] / 2**20:.0f} MiB | "
-            f"{plain['peak'] / 2**20:.0f} MiB | **{ours['peak'] / plain['peak']:.2f}x** |"
+            f"| {case} | {ours['seconds']:.2f} s | {plain['seconds']:.2f} s | **{speed:.2f}x** | {cpu:.2f}x "
+            f"| {ours['peak'] / 2**20:.0f} MiB | {plain['peak'] / 2**20:.0f} MiB | **{memory:.2f}x** |"
         )
     return "\n".join(lines) + "\n"
 

@@ -194,9 +194,11 @@ def attach_loss(
         # No cache while training: inside a checkpointed layer it would be appended to twice.
         outputs = decoder(*args, use_cache=False, documents=documents, **kwargs)
         if not documents.reached_attention:
-            raise NotImplementedError(
-                f"{type(model).__name__} does not hand keyword arguments on to its attention, so documents packed into "
-                "one row could see each other; it cannot be trained with this trainer yet"
+            raise ConfigError(
+                f"{type(model).__name__} hands no keyword arguments on to its attention, so documents packed into one "
+                "row could see each other.",
+                values="its decoder ran without calling the attention of this trainer",
+                fix="use another architecture, or report this one",
             )
         return head(outputs.last_hidden_state, supervision=supervision)
 
@@ -217,10 +219,13 @@ def find_logit_transform(model: nn.Module, *, decoder: nn.Module, head: nn.Modul
     transform = LogitTransform(multiplier, getattr(hf_config, "final_logit_softcapping", None))
     probe = torch.linspace(-40.0, 40.0, 8 * hf_config.vocab_size)[:: hf_config.vocab_size].reshape(1, 8, 1)
     found = _run_with_stand_ins(model, decoder=decoder, head=head, hidden=probe)
-    if found.shape != probe.shape or not torch.allclose(found.float(), transform.apply(probe), rtol=1e-5, atol=1e-6):
+    # Still on meta: the model's forward went around its decoder's (OPT calls the decoder's own decoder).
+    passed_through = found.shape == probe.shape and not found.is_meta
+    if not passed_through or not torch.allclose(found.float(), transform.apply(probe), rtol=1e-5, atol=1e-6):
+        became = f"{found.flatten().tolist()[:2]}..." if passed_through else f"a tensor of shape {list(found.shape)}"
         raise ConfigError(
-            f"{type(model).__name__} changes its logits after the output head in a way this trainer does not know.",
-            values=f"{probe.flatten().tolist()[:2]}... became {found.flatten().tolist()[:2]}...",
+            f"{type(model).__name__} makes its logits in a way this trainer does not know.",
+            values=f"{probe.flatten().tolist()[:2]}... became {became}",
             fix="use another architecture, or report this one",
         )
     return transform

@@ -67,7 +67,7 @@ def build_meta_model(hf_config: Any, *, attention: str, dtype: torch.dtype, trus
             model = AutoModelForCausalLM.from_config(
                 hf_config, attn_implementation=implementation, dtype=dtype, trust_remote_code=trust_remote_code
             )
-        except ValueError as error:
+        except (ValueError, KeyError) as error:  # KeyError: an architecture with its own table of attentions (Falcon)
             raise ConfigError(
                 "This model cannot be built as a causal language model with the attention asked for.",
                 values=f"model_type {hf_config.model_type}, attention {attention}: {str(error).splitlines()[0]}",

@@ -100,7 +100,7 @@ def _finetune(config: Config, runtime: Runtime, stop: StopRequest) -> Path:
     run = build_run(config, runtime, load=resume_from is None)
     for fact in run.facts:
         log_line(fact, is_main=runtime.is_main)
-    facts = {"config": config.to_dict(), "versions": _versions(), "data": data.digest, **_unchangeable(config)}
+    facts = {"config": config.to_dict(), "versions": _versions(), **_unchangeable(config, data)}
     save_group = build_save_group(timeout=timedelta(minutes=config.train.timeout_minutes))
     progress = Progress()
     if resume_from is not None:
@@ -111,7 +111,7 @@ def _finetune(config: Config, runtime: Runtime, stop: StopRequest) -> Path:
             scaler=run.scaler,
             device=runtime.device,
             seed=config.train.seed,
-            must_match={"data": data.digest, **_unchangeable(config)},
+            must_match=_unchangeable(config, data),
             log=log_line,
         )
         log_line(f"resumed from {resume_from} at step {progress.step}", is_main=runtime.is_main)
@@ -366,12 +366,13 @@ def _find_start(config: Config, runtime: Runtime, output_dir: Path) -> Path | No
     return found
 
 
-def _unchangeable(config: Config) -> dict[str, Any]:
+def _unchangeable(config: Config, data: TrainingData) -> dict[str, Any]:
     """What must be equal between a checkpoint and the run that goes on from it, or it is another run."""
     return {
-        "seed": config.train.seed,
-        "global_batch_size": config.batch.global_batch_size,
-        "shuffle": config.data.shuffle,
+        "train.seed": config.train.seed,
+        "batch.global_batch_size": config.batch.global_batch_size,
+        "data.shuffle": config.data.shuffle,
+        "digest of the rows made of data.train": data.digest,
     }
 
 

@@ -33,7 +33,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3Config", {}),
     "olmo2": ("Olmo2Config", {}),
     "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0]}),
-    "stablelm": ("StableLmConfig", {}),
+    "stablelm": ("StableLmConfig", {"partial_rotary_factor": 0.5}),
     "starcoder2": ("Starcoder2Config", {"sliding_window": 8, "residual_dropout": 0.0, "embedding_dropout": 0.0}),
     "granite": (
         "GraniteConfig",
@@ -49,7 +49,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 48, "dropout": 0.0}),
     "gemma": ("GemmaConfig", {"head_dim": 12, "tie_word_embeddings": True}),
     "mixtral": ("MixtralConfig", EXPERTS),
-    "gpt_oss": ("GptOssConfig", {**EXPERTS, "head_dim": 12, "sliding_window": 8}),
+    "gpt_oss": ("GptOssConfig", {**EXPERTS, "head_dim": 12, "sliding_window": 8, "attention_dropout": 0.0}),
     "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}),
     "falcon": ("FalconConfig", {}),
 }

@@ -1,4 +1,4 @@
-"""Tiny real models and a tokenizer made in code, saved as Hugging Face folders, and text whose tokens are known beforehand.
+"""Tiny real models and a tokenizer made in code, saved as Hugging Face folders, and text of known tokens.
 
 Every word is one token, so a test can write down the tokens of a document without asking the code under test.
 """
@@ -41,7 +41,7 @@ def model_config(kind: str) -> Any:
     """Return the Transformers config of a tiny model of the named kind."""
     from transformers import Gemma2Config, Gemma3TextConfig, GPT2Config, LlamaConfig, Qwen3Config
 
-    # An initializer range of 0.1 instead of 0.02: at hidden size 48 the default leaves logits, and gradients, near zero.
+    # An initializer range of 0.1: at hidden size 48 the default, 0.02, leaves logits and gradients near zero.
     shared: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "initializer_range": 0.1,
@@ -152,7 +152,7 @@ def make_records(
         while len(words) < length:
             words.append((words[-1] * 7 + source.choice((1, 2, 5))) % N_WORDS)
         prompt = source.randint(1, max(1, length // 2))
-        # The space that separates prompt and completion belongs to the completion, as tokenizers with byte-level words want it.
+        # The space between them belongs to the completion, as tokenizers with byte-level words want it.
         text = [f"w{word}" for word in words]
         records.append({"prompt": " ".join(text[:prompt]), "completion": " " + " ".join(text[prompt:])})
         tokens = (*(FIRST_WORD + word for word in words), EOS)

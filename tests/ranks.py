@@ -1,7 +1,7 @@
 """Run a function on several processes as `accelerate launch` would start them, in a tenth of a second a test.
 
-A fork server imports torch, Transformers and Accelerate once; every rank of every test is a fork of it, so a rank starts
-with everything imported and nothing initialised. Nothing here imports torch: the test process stays light.
+A fork server imports torch, Transformers and Accelerate once; every rank of every test is a fork of it, so a rank
+starts with everything imported and nothing initialised. Nothing here imports torch: the test process stays light.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def run_ranks(
 ) -> list[Any]:
     """Run `function(*args)` on `world_size` processes and return what each rank returned, rank 0 first.
 
-    `function` must be importable (top level of a module). When a rank raises, its exception is raised here with the
-    rank's traceback as a note; when one dies or the time is up, every rank is killed. `environment` adds to, or with a
+    `function` must be importable (top level of a module). When a rank raises, its exception is raised here, from
+    one that has every failed rank's traceback; when one dies or the time is up, every rank is killed. `environment` adds to, or with a
     value of "" removes from, what a launcher would export.
     """
     ranks = _start(function, world_size, args, environment or {})
@@ -232,14 +232,17 @@ def _receive(rank: _Rank) -> tuple[str, Any]:
 
 
 def _raise(ranks: Sequence[_Rank], failed: Sequence[int]) -> None:
-    notes = []
+    first: BaseException | None = None
+    texts = []
     for index in failed:
         kind, detail = ranks[index].answer or ("", None)
-        notes.append(f"--- rank {index}\n" + (detail[1] if kind == "raised" else f"died with exit code {detail}"))
-    kind, detail = ranks[failed[0]].answer or ("", None)
-    if kind == "raised" and detail[0] is not None:
-        error: BaseException = detail[0]
-        for note in notes:
-            error.add_note(note)
-        raise error
-    raise RankFailed(f"ranks {list(failed)} of {len(ranks)} failed, rank {failed[0]} first\n" + "\n".join(notes))
+        if kind == "raised":
+            error, text = detail
+            first = first or error
+        else:
+            text = f"died with exit code {detail}"
+        texts.append(f"--- rank {index}\n{text}")
+    all_of_it = RankFailed(f"ranks {list(failed)} of {len(ranks)} failed, rank {failed[0]} first\n" + "\n".join(texts))
+    if first is None:
+        raise all_of_it
+    raise first from all_of_it

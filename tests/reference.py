@@ -1,7 +1,7 @@
 """A plain single-process training loop to compare with. It shares no code with fsdp_trainer and must not import it.
 
-Every document runs alone: no packing, no padding, whole logits, eager attention, fp32, one process, plain AdamW. What it
-computes is what the trainer must compute, whatever way the trainer goes about it.
+Every document runs alone: no packing, no padding, whole logits, eager attention, fp32, one process, plain AdamW. What
+it computes is what the trainer must compute, whatever way the trainer goes about it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Recipe:
 
 @dataclass
 class Result:
-    """What a reference run gives: one loss, gradient norm (before clipping) and learning rate a step, and the weights."""
+    """What a reference run gives: loss, gradient norm (before clipping) and learning rate a step, and the weights."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
@@ -173,7 +173,7 @@ def without_key_bias(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def movement_errors(final: dict[str, torch.Tensor], result: Result) -> dict[str, float]:
-    """Return for each tensor |ours - reference| / |reference - initial|: the error as a share of what training changed."""
+    """Return for each tensor |ours - reference| / |reference - initial|: the error as a share of the change."""
     assert final.keys() == result.final.keys(), sorted(final.keys() ^ result.final.keys())
     errors = {}
     for name, reference in result.final.items():

@@ -1,4 +1,4 @@
-"""The helpers are right: the tokenizer gives the tokens we write down, every tiny model loads and the reference learns."""
+"""The helpers are right: the tokenizer gives the tokens written down, every model loads, the reference learns."""
 
 import math
 from collections.abc import Callable

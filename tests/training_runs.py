@@ -16,12 +16,14 @@ from tests.models import Document
 SEQ_LEN = 40
 
 
-def settings(model: str, train: str, output_dir: str | Path, /, **sections: dict[str, Any] | str) -> dict[str, Any]:
+def settings(
+    model_path: str, train_file: str, output_dir: str | Path, /, **sections: dict[str, Any] | str
+) -> dict[str, Any]:
     """Return the settings of a tiny fp32 run, with `sections` merged over them key by key."""
     base: dict[str, Any] = {
-        "model": {"path": model},
+        "model": {"path": model_path},
         "data": {
-            "train": train,
+            "train": train_file,
             "format": "prompt_completion",
             "seq_len": SEQ_LEN,
             "packing": False,
@@ -31,7 +33,7 @@ def settings(model: str, train: str, output_dir: str | Path, /, **sections: dict
         "precision": "fp32",
         "activation_checkpointing": {"mode": "none"},
         "loss": {"kind": "chunked"},
-        # Some gradient entries are nearly zero; at the usual 1e-8 AdamW makes steps of full size of their rounding noise.
+        # Some gradient entries are nearly zero; at eps 1e-8 AdamW makes full steps of their rounding noise.
         "optim": {"lr": 1e-3, "weight_decay": 0.1, "max_grad_norm": 1.0, "eps": 1e-6},
         "schedule": {"name": "cosine", "warmup_steps": 3, "min_lr_ratio": 0.1},
         "batch": {"global_batch_size": 16, "micro_batch_size": 4},
@@ -77,11 +79,11 @@ def read_weights(folder: Path) -> dict[str, Any]:
 
 def documents_by_step(run_settings: dict[str, Any], steps: int) -> list[list[Document]]:
     """Return the documents of each optimizer step as the data package deals them to a single rank."""
-    from fsdp_trainer.data.prepare import prepare_rows
     from transformers import AutoTokenizer
 
     from fsdp_trainer import Config
     from fsdp_trainer.data.loader import build_window
+    from fsdp_trainer.data.prepare import prepare_rows
 
     config = Config.from_dict(run_settings)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)

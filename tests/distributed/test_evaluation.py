@@ -1,4 +1,4 @@
-"""Evaluation: the token-weighted mean over the whole held-out set, whatever the batch and world size, leaving no trace."""
+"""Evaluation: the token-weighted mean over the whole held-out set, for any batch and world size, leaving no trace."""
 
 from __future__ import annotations
 

@@ -155,3 +155,52 @@ def test_short_last_window_steps_once(world_size: int, model_folder: Folder, tmp
     assert rows[-1]["lr"] == pytest.approx(0.25e-3)
     errors = reference.movement_errors(got["weights"], expected)
     assert max(errors.values()) < 1e-4, sorted(errors.items(), key=lambda item: -item[1])[:5]
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["unpacked", "packed"])
+def test_records_whose_answer_is_cut_off(packing: bool, model_folder: Folder, tmp_path: Path) -> None:
+    """Input d22 and report 121: every second record loses all its labels to truncation. The run ends, and is right."""
+    records, docs = models.make_records(8, seed=14)
+    long, _ = models.make_records(8, seed=15, shortest=90, longest=90)
+    cut = [{"prompt": r["prompt"] + r["completion"], "completion": " w1"} for r in long]
+    mixed = [record for pair in zip(records, cut, strict=True) for record in pair]
+    settings = training_runs.settings(
+        model_folder("llama"),
+        models.write_jsonl(mixed, tmp_path / "train.jsonl"),
+        tmp_path / "run",
+        data={"packing": packing, "shuffle": False},
+        batch={"global_batch_size": 8, "micro_batch_size": 1},
+        train={"max_steps": 4},
+    )
+    got = run_ranks(training_runs.train, 2, settings)[0]
+    loss, _ = run_ranks(reference.gradient_snapshot, 1, model_folder("llama"), docs)[0]
+    rows = [row for row in got["metrics"] if "loss" in row]
+    assert rows[0]["loss"] == pytest.approx(loss, rel=1e-5)
+    assert rows[0]["supervised_tokens"] == sum(sum(document.supervised) for document in docs)
+    assert rows[1]["loss"] < rows[0]["loss"]
+
+
+def train_twice(first: dict[str, Any], second: dict[str, Any]) -> list[dict[str, Any]]:
+    return [training_runs.train(settings) for settings in (first, second)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_two_runs_in_one_process_are_two_runs(world_size: int, model_folder: Folder, tmp_path: Path) -> None:
+    """A notebook fine-tunes again with other data: nothing of the first run may reach the second."""
+    runs = []
+    for name, kind in (("first", "gpt2_dropout"), ("second", "llama_tied")):
+        records, _ = models.make_records(8, seed=len(name))
+        runs.append(
+            training_runs.settings(
+                model_folder(kind),
+                models.write_jsonl(records, tmp_path / f"{name}.jsonl"),
+                tmp_path / name,
+                batch={"global_batch_size": 8, "micro_batch_size": 2},
+                train={"max_steps": 4},
+            )
+        )
+    both = run_ranks(train_twice, world_size, *runs, timeout=90)[0]
+    runs[1]["output_dir"] = str(tmp_path / "alone")
+    alone = run_ranks(training_runs.train, world_size, runs[1])[0]
+    assert [row["loss"] for row in both[1]["metrics"]] == [row["loss"] for row in alone["metrics"]]
+    assert all(tensor.equal(alone["weights"][name]) for name, tensor in both[1]["weights"].items())

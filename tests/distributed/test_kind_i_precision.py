@@ -35,8 +35,8 @@ def steps_and_dtypes(run_settings: dict[str, Any], rows: list[list[models.Docume
     before = step_runs.parameters(run)
     buffers = {name: str(buffer.dtype) for name, buffer in run.model.named_buffers()}
     inside: set[str] = set()
-    layer = run.model.model.layers[0]  # type: ignore[union-attr]
-    layer.mlp.register_forward_pre_hook(lambda _, args: inside.add(str(args[0].dtype)))
+    layer = run.model.get_submodule("model.layers.0.mlp")
+    layer.register_forward_pre_hook(lambda _, args: inside.add(str(args[0].dtype)))
     losses = [train_step(run, window, learning_rate=1e-4).loss.item() for _ in range(steps)]
     after = step_runs.parameters(run)
     return {

@@ -162,7 +162,7 @@ def step_with_cache_asked_for(run_settings: dict[str, Any], documents: list[list
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run = step_runs.build(run_settings)
-        run.model.config.use_cache = True
+        run.model.config.use_cache = True  # type: ignore[union-attr]
         output = train_step(run, step_runs.window_of(run, documents), learning_rate=1e-3)
     texts = [str(warning.message) for warning in caught]
     return {
@@ -234,7 +234,8 @@ def parts_of(with_layers: bool) -> int:
 
     model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=32, n_positions=16))
     if not with_layers:
-        model.transformer.h = torch.nn.ModuleDict({f"block{i}": block for i, block in enumerate(model.transformer.h)})
+        blocks = torch.nn.ModuleDict({f"block{index}": block for index, block in enumerate(model.transformer.h)})
+        model.transformer.add_module("h", blocks)
     return len(find_parts(model).layers)
 
 

@@ -46,7 +46,7 @@ def test_raises_the_exception_of_the_rank_that_failed() -> None:
     with pytest.raises(DistributedError, match="a rank was lost") as caught:
         run_ranks(_fail_on, 2, 1)
     assert caught.value.values == "rank 1"
-    assert "_fail_on" in caught.value.__notes__[0]
+    assert "_fail_on" in str(caught.value.__cause__)
     assert time.monotonic() - start < 20
 
 

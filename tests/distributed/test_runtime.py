@@ -102,7 +102,7 @@ def test_a_failed_preparation_ends_every_rank() -> None:
     with pytest.raises((DataError, DistributedError)) as caught:
         run_ranks(fail_in_preparation, 2)
     assert time.monotonic() - start < 20
-    assert "no such file" in "".join(caught.value.__notes__)
+    assert "no such file" in str(caught.value.__cause__)
 
 
 def prepare_twice(seconds: float) -> list[bool]:

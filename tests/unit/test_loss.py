@@ -1,4 +1,4 @@
-"""The chunked loss against torch's own cross-entropy: value, every gradient, dtype, and the case of no supervised token."""
+"""The chunked loss against torch's own cross-entropy: value, every gradient, dtype, and no supervised token."""
 
 import pytest
 import torch

@@ -1,0 +1,201 @@
+"""A run that was killed goes on as if nothing had happened: every bit, every row, every line of the metrics."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import models, training_runs
+from tests.checkpoint_runs import differing
+from tests.fault_runs import (
+    Fault,
+    checkpoints,
+    comparable_metrics,
+    end_state,
+    read_seen,
+    read_status,
+    run,
+    run_killed,
+)
+
+Folder = Callable[[str], str]
+STEPS, SAVE_EVERY = 14, 4
+VICTIMS = ((0, 1), (0,), (1,))
+
+
+def tiny(model: str, folder: Path, name: str, **sections: Any) -> dict[str, Any]:
+    """Settings of a run over 22 rows: three steps an epoch, the last of them short; two micro-batches a step."""
+    train, _ = models.make_records(22, seed=30)
+    held_out, _ = models.make_records(5, seed=31)
+    data = {
+        "eval": models.write_jsonl(held_out, folder / "eval.jsonl"),
+        "cache_dir": str(folder / "cache"),
+        **sections.pop("data", {}),
+    }
+    base: dict[str, Any] = {
+        "data": data,
+        "batch": {"global_batch_size": 8, "micro_batch_size": 2},
+        "train": {"max_steps": STEPS},
+        "eval": {"every_steps": 3, "at_end": True},
+        "checkpoint": {"every_steps": SAVE_EVERY, "keep_latest": 2, "async_save": True, "resume": "auto"},
+    }
+    for section, values in sections.items():
+        base[section] = {**base.get(section, {}), **values} if isinstance(values, dict) else values
+    return training_runs.settings(model, models.write_jsonl(train, folder / "train.jsonl"), folder / name, **base)
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str
+    victims: tuple[int, ...]
+    sections: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "fp32, dropout, both ranks": Case("gpt2_dropout", (0, 1)),
+    "fp32, packed, stage 2, rank 1": Case(
+        "llama_tied", (1,), {"data": {"packing": True}, "sharding": {"zero_stage": 2}, "batch": {"micro_batch_size": 1}}
+    ),
+    "bf16, recomputed dropout, rank 0": Case(
+        "gpt2_dropout", (0,), {"precision": "bf16", "activation_checkpointing": {"mode": "full"}}
+    ),
+    "bf16, stage 1, both ranks": Case("qwen3", (0, 1), {"precision": "bf16", "sharding": {"zero_stage": 1}}),
+}
+
+
+def assert_same_run(quiet: dict[str, Any], struck: dict[str, Any]) -> None:
+    """Every tensor, file and metric of two finished runs is equal, and the struck one has each step once."""
+    one, other = Path(quiet["output_dir"]), Path(struck["output_dir"])
+    assert comparable_metrics(other) == comparable_metrics(one)
+    steps = [row["step"] for row in comparable_metrics(other) if "loss" in row]
+    assert steps == list(range(1, struck["train"]["max_steps"] + 1))
+    assert differing(end_state(other), end_state(one)) == []
+    assert read_status(other) == read_status(one)
+    assert read_status(other)["state"] == "finished"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_killed_in_a_step(name: str, model_folder: Folder, tmp_path: Path) -> None:
+    case, chance = CASES[name], random.Random(name)
+    model = model_folder(case.kind)
+    quiet, struck = (tiny(model, tmp_path, folder, **case.sections) for folder in ("quiet", "struck"))
+    assert run(quiet, 2) == [0, 0]
+
+    # Steps 6 to 8: the save of step 4 lies behind, that of step 8 ahead, and an epoch ends with step 6.
+    call, share = chance.randint(6, 8), chance.random()
+    assert run_killed(struck, 2, Fault(signal.SIGKILL, case.victims, call=call, share=share))
+    folder = Path(struck["output_dir"])
+    kept = checkpoints(folder)
+    begun = [len(read_seen(folder, rank)) for rank in (0, 1)]
+    assert not (folder / "model").exists()
+
+    assert run(struck, 2) == [0, 0]
+    assert_same_run(quiet, struck)
+    resumed_at = int(kept[-1].removeprefix("step-")) if kept else 0
+    for rank in (0, 1):
+        planned, seen = read_seen(Path(quiet["output_dir"]), rank), read_seen(folder, rank)
+        assert seen[: begun[rank]] == planned[: begun[rank]]
+        assert seen[begun[rank] :] == planned[resumed_at:]
+    assert resumed_at == SAVE_EVERY
+    assert begun[0] > resumed_at, "nothing was lost: the kill came before the step"
+
+
+def test_killed_again_and_again_at_any_moment(model_folder: Folder, tmp_path: Path) -> None:
+    """Seeded times over the whole life of the run: start, steps, saves, evaluations, export."""
+    model, chance = model_folder("gpt2_dropout"), random.Random(1)
+    quiet, struck = (tiny(model, tmp_path, name, checkpoint={"every_steps": 2}) for name in ("quiet", "struck"))
+    start = time.monotonic()
+    assert run(quiet, 2) == [0, 0]
+    life, kills = time.monotonic() - start, 0
+    for _ in range(5):
+        delay = life * chance.random()
+        kills += run_killed(struck, 2, Fault(signal.SIGKILL, chance.choice(VICTIMS), within=None, delay=delay))
+    assert kills >= 2  # what is left of the run may be over before the time has come
+    assert run(struck, 2) == [0, 0]
+    assert_same_run(quiet, struck)
+
+
+def test_two_ranks_go_on_as_one(model_folder: Folder, tmp_path: Path) -> None:
+    model = model_folder("llama")
+    quiet, struck = (tiny(model, tmp_path, name) for name in ("quiet", "struck"))
+    assert run(quiet, 2) == [0, 0]
+    assert run_killed(struck, 2, Fault(signal.SIGKILL, (0, 1), call=7, share=0.5))
+    folder = Path(struck["output_dir"])
+    begun = len(read_seen(folder, 0))
+    assert checkpoints(folder) == ["step-00000004"]
+
+    assert run(struck, 1) == [0]
+    rows = [seen[:2] for seen in read_seen(folder, 0)[begun:]]
+    assert rows == [seen[:2] for seen in read_seen(Path(quiet["output_dir"]), 0)[SAVE_EVERY:]]
+    for row, expected in zip(comparable_metrics(folder), comparable_metrics(Path(quiet["output_dir"])), strict=True):
+        assert row == pytest.approx(expected, rel=1e-5)
+    weights, quiet_weights = (training_runs.read_weights(Path(s["output_dir"]) / "model") for s in (struck, quiet))
+    for weight_name, weight in weights.items():
+        assert torch.allclose(weight, quiet_weights[weight_name], rtol=1e-4, atol=1e-6), weight_name
+
+
+@pytest.fixture(scope="module")
+def half_done(model_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The settings of a run that was killed after its first checkpoint."""
+    settings = tiny(model_folder("llama"), tmp_path_factory.mktemp("half"), "run", eval={"every_steps": None})
+    assert run_killed(settings, 2, Fault(signal.SIGKILL, (0, 1), call=7))
+    return settings
+
+
+def add_a_record(settings: dict[str, Any]) -> dict[str, Any]:
+    source = Path(settings["data"]["train"])
+    longer = source.with_name("longer.jsonl")
+    longer.write_text(source.read_text() + json.dumps({"prompt": "w1", "completion": " w2 w3"}) + "\n")
+    return {"train": str(longer)}
+
+
+CHANGES: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
+    "seed": (lambda _: {"train": {"seed": 8}}, "train.seed: 7 saved, 8 now"),
+    "global batch": (
+        lambda _: {"batch": {"global_batch_size": 4}},
+        "batch.global_batch_size: 8 saved, 4 now",
+    ),
+    "shuffle": (lambda _: {"data": {"shuffle": False}}, "data.shuffle: True saved, False now"),
+    "data": (lambda settings: {"data": add_a_record(settings)}, "digest of the rows made of data.train: "),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_run_is_refused(change: str, half_done: dict[str, Any]) -> None:
+    changed, message = CHANGES[change]
+    sections = changed(half_done)
+    settings = half_done | {name: {**half_done[name], **values} for name, values in sections.items()}
+    folder = Path(half_done["output_dir"])
+    metrics, kept = comparable_metrics(folder), checkpoints(folder)
+    assert run(settings, 2) == [4, 4]
+    status = read_status(folder)
+    assert (status["state"], status["exit_code"]) == ("failed", 4)
+    assert message in status["message"]
+    assert "another output_dir" in status["message"]
+    assert (comparable_metrics(folder), checkpoints(folder)) == (metrics, kept), "the refusal changed the run folder"
+
+
+def test_a_finished_run_only_exports_again(half_done: dict[str, Any]) -> None:
+    """It also shows that the refusals above left the run as it was."""
+    folder = Path(half_done["output_dir"])
+    assert run(half_done, 2) == [0, 0]
+    before, begun = end_state(folder), len(read_seen(folder, 0))
+    metrics = (folder / "metrics.jsonl").read_bytes()
+    saved = [path.stat().st_mtime_ns for path in sorted((folder / "checkpoints").iterdir())]
+    (folder / "model" / "model.safetensors").unlink()
+
+    assert run(half_done, 2) == [0, 0]
+    assert len(read_seen(folder, 0)) == begun, "a step was taken"
+    assert (folder / "metrics.jsonl").read_bytes() == metrics
+    assert [path.stat().st_mtime_ns for path in sorted((folder / "checkpoints").iterdir())] == saved
+    assert differing(end_state(folder), before) == []
+    assert read_status(folder)["state"] == "finished"
