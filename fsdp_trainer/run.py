@@ -156,9 +156,10 @@ def _facts(
 ) -> tuple[str, ...]:
     total = sum(parameter.numel() for parameter in model.parameters())
     local = sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in model.parameters())
-    groups = ", ".join(
-        f"{len(group['params'])} tensors with weight decay {group['weight_decay']:g}"
-        for group in optimizer.param_groups
+    tensors = [(len(group["params"]), group["weight_decay"] > 0) for group in optimizer.param_groups]
+    decayed, rest = (sum(count for count, decays in tensors if decays is wanted) for wanted in (True, False))
+    decay = (
+        f"weight decay {config.optim.weight_decay:g} on {decayed} tensors, none on {rest}" if decayed else "no decay"
     )
     compute = "" if config.precision == "fp32" else f", {config.precision} compute"
     strategy = strategy_name(config.sharding.zero_stage, config.sharding.replicate)
@@ -168,6 +169,6 @@ def _facts(
         f"{', parameters offloaded to the host' if config.sharding.offload == 'params' else ''}): "
         f"{format_bytes(4 * local)} of parameters, {format_bytes(12 * local)} of gradients and optimizer state a rank",
         f"activation checkpointing: {len(recomputed)} of {n_layers} decoder layers are recomputed",
-        f"AdamW ({config.optim.implementation}): {groups}",
+        f"AdamW ({config.optim.implementation}): {decay}",
     ]
     return tuple(lines)

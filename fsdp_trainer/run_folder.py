@@ -36,6 +36,13 @@ def append_metrics(output_dir: Path, row: Mapping[str, Any]) -> None:
         file.write(json.dumps(row) + "\n")
 
 
+def has_evaluation(output_dir: Path, *, step: int) -> bool:
+    """Return whether metrics.jsonl holds an evaluation after `step`; call `trim_metrics` first, for whole lines."""
+    path = output_dir / METRICS
+    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines()) if path.is_file() else ()
+    return any(row["step"] == step and "eval_loss" in row for row in rows)
+
+
 def trim_metrics(output_dir: Path, *, after_step: int) -> int:
     """Drop rows of steps that a resume will do again, and a torn last line; return how many rows went."""
     path = output_dir / METRICS

@@ -145,6 +145,15 @@ def _describe_single_process() -> None:
     """Give a process that nobody launched the variables of a world of one: FSDP2 needs a process group even then."""
     if "RANK" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return
+    # Told to use the CPU, `accelerate launch` starts one process whatever number it was given. All that is left of the
+    # number is MASTER_ADDR, which it then sets (accelerate 1.15, utils/launch.py, prepare_simple_launcher_cmd_env).
+    if "ACCELERATE_DYNAMO_BACKEND" in os.environ and "MASTER_ADDR" in os.environ:
+        raise DistributedError(
+            "`accelerate launch` started one process where several were asked for.",
+            values="MASTER_ADDR is set, RANK and WORLD_SIZE are not",
+            fix="use `fsdp-trainer train --processes N` or a profile from configs/accelerate/; for one process on "
+            "purpose, unset MASTER_ADDR",
+        )
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(_free_port()))
@@ -193,7 +202,8 @@ def _check_ranks(accelerator: Accelerator) -> None:
         raise DistributedError(
             "FSDP is not active although this trainer shards every model with it.",
             values=f"Accelerate says distributed_type={accelerator.distributed_type}",
-            fix="use a profile with `distributed_type: FSDP`, such as those in configs/accelerate/",
+            fix="use a profile with `distributed_type: FSDP`, such as those in configs/accelerate/, and make no "
+            "Accelerator in this process before",
         )
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from fsdp_trainer.agreement import is_main
+from fsdp_trainer.agreement import is_main, run_on_main
 from fsdp_trainer.checkpoint import build_save_group, find_checkpoint, load_checkpoint
 from fsdp_trainer.checkpoint_folder import Progress, published, remove_leftovers
 from fsdp_trainer.config import Config
@@ -32,7 +32,14 @@ from fsdp_trainer.memory.measure import measure_memory
 from fsdp_trainer.optim.schedule import learning_rate, warmup_length
 from fsdp_trainer.progress import log_line
 from fsdp_trainer.run import Run, build_run
-from fsdp_trainer.run_folder import SETTINGS, append_metrics, trim_metrics, write_status, write_text_atomically
+from fsdp_trainer.run_folder import (
+    SETTINGS,
+    append_metrics,
+    has_evaluation,
+    trim_metrics,
+    write_status,
+    write_text_atomically,
+)
 from fsdp_trainer.runtime import Runtime, build_runtime
 from fsdp_trainer.saving import Saver
 from fsdp_trainer.signals import StopRequest, stop_on_signals
@@ -50,7 +57,7 @@ def finetune(config: Config, *, processes: int | None = None) -> Path:
     With `processes` (a script or a notebook) it starts that many and waits. Raises FsdpTrainerError for what the user
     can mend; Interrupted after a signal, with a checkpoint saved.
     """
-    if processes is not None and "RANK" not in os.environ:
+    if processes is not None and not _is_launched():
         return _start_processes(config, processes)
     with stop_on_signals() as stop:
         runtime = build_runtime(
@@ -60,6 +67,11 @@ def finetune(config: Config, *, processes: int | None = None) -> Path:
         )
         config.check_world(runtime.world_size)
         return _finetune(config, runtime, stop)
+
+
+def _is_launched() -> bool:
+    # RANK alone says little: a notebook that has trained in its own process has it as well, from build_runtime.
+    return dist.is_torchelastic_launched() or int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def _start_processes(config: Config, processes: int) -> Path:
@@ -123,6 +135,8 @@ def _finetune(config: Config, runtime: Runtime, stop: StopRequest) -> Path:
         runtime.accelerator.init_trackers("tracker", config=_flat(config.to_dict()))
     saver = Saver(run, facts=facts, process_group=save_group, output_dir=output_dir, saved_step=progress.step)
     session = _Session(data, total_steps, output_dir, stop, saver)
+    if _evaluation_is_owed(config, session, progress.step):
+        _evaluate(run, session, progress)
     progress = train_loop(run, session, progress)
     _finish(run, session, progress)
     return output_dir
@@ -289,6 +303,13 @@ def evaluate(run: Run, rows: Rows, *, pad_token_id: int, stop: StopRequest | Non
 def _evaluation_is_due(config: Config, step: int, total_steps: int) -> bool:
     every = config.eval.every_steps
     return (every is not None and step % every == 0) or (config.eval.at_end and step == total_steps)
+
+
+def _evaluation_is_owed(config: Config, session: _Session, step: int) -> bool:
+    """Return whether a signal came between the step of the checkpoint and its evaluation; rank 0 reads, all agree."""
+    if step == 0 or not _evaluation_is_due(config, step, session.total_steps):
+        return False
+    return run_on_main(lambda: not has_evaluation(session.output_dir, step=step))
 
 
 def _evaluate(run: Run, session: _Session, progress: Progress) -> None:

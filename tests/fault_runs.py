@@ -41,8 +41,8 @@ class Fault:
     delay: float = 0.0
 
 
-class _Watched:
-    """A function of the package with its calls counted: where rank 0 is, the striking thread sees here."""
+class Watched:
+    """A function of the package, named `module.function`, with its calls counted and timed."""
 
     def __init__(self, name: str) -> None:
         module_name, self._name = name.split(".")
@@ -72,7 +72,7 @@ def train(run_settings: dict[str, Any], fault: Fault | None = None) -> int:
     main = _load_main()
     _record_windows(folder / f"seen-rank{rank}.jsonl")
     if fault is not None:
-        watched = _Watched(fault.within) if fault.within and rank == 0 else None
+        watched = Watched(fault.within) if fault.within and rank == 0 else None
         threading.Thread(target=_strike, args=(fault, watched, folder, rank), daemon=True).start()
     return main(["--config", str(settings)])
 
@@ -102,7 +102,7 @@ def _record_windows(path: Path) -> None:
     training.train_step = recorded
 
 
-def _strike(fault: Fault, watched: _Watched | None, folder: Path, rank: int) -> None:
+def _strike(fault: Fault, watched: Watched | None, folder: Path, rank: int) -> None:
     if fault.number != signal.SIGKILL:
         while signal.getsignal(fault.number) in (signal.SIG_DFL, signal.default_int_handler):
             time.sleep(0.001)  # before that the process would simply end, with nothing to save
@@ -144,7 +144,7 @@ def run_killed(run_settings: dict[str, Any], world: int, fault: Fault) -> bool:
     try:
         codes = run_ranks(train, world, run_settings, fault, timeout=120.0)
     except (RankFailed, RuntimeError) as error:  # the latter from a rank that lost its peer
-        told = str(error) + "".join(getattr(error, "__notes__", []))
+        told = f"{error} {error.__cause__}"
         assert "died with exit code -9" in told, told
         return True
     assert codes == [0] * world

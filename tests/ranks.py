@@ -61,9 +61,9 @@ def run_ranks(
 ) -> list[Any]:
     """Run `function(*args)` on `world_size` processes and return what each rank returned, rank 0 first.
 
-    `function` must be importable (top level of a module). When a rank raises, its exception is raised here, from
-    one that has every failed rank's traceback; when one dies or the time is up, every rank is killed. `environment` adds to, or with a
-    value of "" removes from, what a launcher would export.
+    `function` must be importable (top level of a module). When a rank raises, its exception is raised here, from one
+    that has every failed rank's traceback; when one dies or the time is up, every rank is killed. `environment` adds
+    to, or with a value of "" removes from, what a launcher would export.
     """
     ranks = _start(function, world_size, args, environment or {})
     try:
@@ -235,12 +235,13 @@ def _raise(ranks: Sequence[_Rank], failed: Sequence[int]) -> None:
     first: BaseException | None = None
     texts = []
     for index in failed:
-        kind, detail = ranks[index].answer or ("", None)
-        if kind == "raised":
-            error, text = detail
+        answer = ranks[index].answer
+        assert answer is not None
+        if answer[0] == "raised":
+            error, text = answer[1]
             first = first or error
         else:
-            text = f"died with exit code {detail}"
+            text = f"died with exit code {answer[1]}"
         texts.append(f"--- rank {index}\n{text}")
     all_of_it = RankFailed(f"ranks {list(failed)} of {len(ranks)} failed, rank {failed[0]} first\n" + "\n".join(texts))
     if first is None:

@@ -67,6 +67,7 @@ def test_converted_model_is_whole(base: Path) -> None:
 
 @pytest.mark.timeout(900)
 def test_demo_learns(base: Path, run_folder: Path) -> None:
+    """The export, loaded by Transformers alone, answers what the base model cannot (the run itself asked that one)."""
     losses = [row["loss"] for row in read_metrics(run_folder) if "loss" in row]
     assert losses[-1] < losses[0] / 2
     questions = read_questions()
@@ -85,11 +86,20 @@ def test_held_out_loss_falls(base: Path, run_folder: Path) -> None:
 
 @pytest.mark.timeout(900)
 def test_run_folder_is_complete(run_folder: Path) -> None:
+    steps = [row["step"] for row in read_metrics(run_folder) if "loss" in row]
+    assert steps == list(range(1, len(steps) + 1))
     for name in (
         "config.yaml",
         "metrics.jsonl",
         "model/model.safetensors",
         "model/config.json",
+        "model/generation_config.json",
         "model/tokenizer.json",
+        "model/chat_template.jinja",
+        f"checkpoints/step-{len(steps):08d}/state.json",
+        f"checkpoints/step-{len(steps):08d}/.metadata",
     ):
         assert (run_folder / name).is_file(), name
+    status = json.loads((run_folder / "status.json").read_text(encoding="utf-8"))
+    assert (status["state"], status["exit_code"], status["step"]) == ("finished", 0, len(steps))
+    assert list(run_folder.rglob("events.out.tfevents.*"))

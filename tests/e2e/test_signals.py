@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +16,12 @@ import pytest
 
 from tests import models, training_runs
 from tests.e2e.test_resume import STEPS, assert_same_run, tiny
-from tests.fault_runs import Fault, checkpoints, comparable_metrics, read_seen, read_status, run
-from tests.ranks import IMPORT_TIME_ENVIRONMENT, REPOSITORY, run_ranks
+from tests.e2e.commands import PROFILE, SCRIPT, environment, executable, run_command, write_settings
+from tests.fault_runs import Fault, Watched, checkpoints, read_seen, read_status, run, train
+from tests.ranks import run_ranks
 
 Folder = Callable[[str], str]
-PROFILE = REPOSITORY / "configs" / "accelerate" / "cpu-x2.yaml"
+NO_EVALUATION = {"every_steps": None, "at_end": False}
 
 # What comes where, and the step after which the run then stops; None: the one that was struck.
 MOMENTS = {
@@ -74,3 +73,123 @@ def test_a_signal_during_the_export_comes_too_late_to_stop(quiet: dict[str, Any]
     settings = {**quiet, "output_dir": str(tmp_path / "run")}
     assert run(settings, 2, Fault(signal.SIGTERM, (0, 1), within="training.export_model")) == [0, 0]
     assert_same_run(quiet, settings)
+
+
+# --- one rank is late, or gone
+
+
+def train_timed(settings: dict[str, Any]) -> tuple[int, float]:
+    preparation = Watched("training.load_training_data")
+    return train(settings), preparation.seconds
+
+
+def slow_template(seconds: float) -> str:
+    """A chat template that takes about so long to render, by counting."""
+    loop = "{% for i in range(1000) %}{% for j in range(COUNT) %}{% endfor %}{% endfor %}"
+    start = time.perf_counter()
+    jinja2.Template(loop.replace("COUNT", "200")).render()
+    count = 200 * seconds / (time.perf_counter() - start)
+    return loop.replace("COUNT", str(int(count))) + models.CHAT_TEMPLATE
+
+
+@pytest.mark.slow
+def test_long_preparation_does_not_trip_the_timeout_of_the_ranks_that_wait(
+    model_folder: Folder, tmp_path: Path
+) -> None:
+    template, limit = tmp_path / "slow.jinja", 6.0
+    template.write_text(slow_template(0.5))
+    records = [
+        {"messages": [{"role": "user", "content": "w1"}, {"role": "assistant", "content": f"w{index} w2"}]}
+        for index in range(24)
+    ]
+    data = {"train": models.write_jsonl(records, tmp_path / "chats.jsonl"), "format": "messages", "eval": None}
+    settings = tiny(
+        model_folder("llama"),
+        tmp_path,
+        "run",
+        data={**data, "chat_template": str(template), "workers": 0},
+        train={"max_steps": 3, "timeout_minutes": limit / 60},
+        eval=NO_EVALUATION,
+    )
+    (_, prepared), (_, _) = answers = run_ranks(train_timed, 2, settings, timeout=200)
+    assert [code for code, _ in answers] == [0, 0]
+    assert prepared > 1.2 * limit, "the preparation was too short to show anything"
+
+
+FAILING = """
+import os, runpy, sys, time
+from fsdp_trainer import training
+take_step, calls = training.train_step, []
+
+def failing(run, window, **options):
+    calls.append(window)
+    if os.environ["RANK"] == "1" and len(calls) == 3:
+        open("failed_at", "w").write(str(time.monotonic()))
+        raise ValueError("rank 1 cannot go on")
+    return take_step(run, window, **options)
+
+training.train_step = failing
+sys.argv[0] = SCRIPT
+runpy.run_path(SCRIPT, run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_ends_the_job_with_its_message(model_folder: Folder, tmp_path: Path) -> None:
+    settings = write_settings(tiny(model_folder("llama"), tmp_path, "run"), tmp_path)
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING.replace("SCRIPT", repr(str(SCRIPT))))
+    command = [executable("accelerate"), "launch", "--config_file", str(PROFILE), str(script), "--config", settings]
+    ended = run_command(command, cwd=tmp_path)
+    seconds = time.monotonic() - float((tmp_path / "failed_at").read_text())
+    assert ended.returncode != 0
+    assert seconds < 30
+    assert "ValueError: rank 1 cannot go on" in ended.stderr
+    status = read_status(tmp_path / "run")
+    assert (status["state"], status["exit_code"]) == ("failed", 1)
+    assert status["message"] == "ValueError: rank 1 cannot go on", "the other rank's lost connection hides the cause"
+
+
+# --- the whole way, with real processes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ctrl_c_through_the_command(model_folder: Folder, tmp_path: Path) -> None:
+    quiet, struck = (
+        tiny(
+            model_folder("gpt2_dropout"),
+            tmp_path,
+            name,
+            data={"eval": None},
+            eval=NO_EVALUATION,
+            train={"max_steps": 60},
+        )
+        for name in ("quiet", "struck")
+    )
+    output = tmp_path / "struck"
+    command = [executable("fsdp-trainer"), "train", "--config", write_settings(struck, tmp_path), "--processes", "2"]
+    started = subprocess.Popen(
+        command, env=environment(), cwd=tmp_path, start_new_session=True, stdin=subprocess.DEVNULL
+    )
+    try:
+        while not (output / "metrics.jsonl").is_file() or len(training_runs.read_metrics(output)) < 2:
+            assert started.poll() is None, "the run ended before it could be struck"
+            time.sleep(0.05)
+        processes = psutil.Process(started.pid).children(recursive=True)
+        os.killpg(started.pid, signal.SIGINT)  # what a terminal does: to the command's group, not to its children's
+        assert started.wait(60) == 75
+    finally:
+        started.kill()
+    assert len(processes) >= 3, "an agent and two ranks"
+    assert psutil.wait_procs(processes, timeout=5)[1] == []
+    status = read_status(output)
+    assert (status["state"], status["exit_code"]) == ("interrupted", 75)
+    assert 2 <= status["step"] < 60
+    assert checkpoints(output)[-1] == f"step-{status['step']:08d}"
+
+    again = run_command(command, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert f"at step {status['step']}" in again.stdout
+    assert run(quiet, 2) == [0, 0]
+    assert_same_run(quiet, struck)
