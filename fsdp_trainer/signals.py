@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 @dataclass
 class StopRequest:
-    """What this process was asked to do; `agreed()` says whether any rank was asked."""
+    """What this process was asked to do; `agreed()` says whether any rank was asked, and names the signal on all."""
 
     received: str | None = None
     _count: int = field(default=0, repr=False)
@@ -24,9 +24,11 @@ class StopRequest:
 
         The flag lives in host memory, so it is reduced by the CPU backend and costs the device nothing.
         """
-        flag = torch.tensor([1 if self.received else 0], dtype=torch.int32)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag.item())
+        number = torch.tensor([signal.Signals[self.received] if self.received else 0], dtype=torch.int32)
+        dist.all_reduce(number, op=dist.ReduceOp.MAX)
+        if agreed := int(number.item()):
+            self.received = signal.Signals(agreed).name
+        return bool(agreed)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         self.received = signal.Signals(number).name

@@ -258,7 +258,7 @@ def _stop(session: _Session, progress: Progress) -> None:
     if is_main():
         write_status(session.output_dir, state="interrupted", exit_code=Interrupted.exit_code, step=progress.step)
     raise Interrupted(
-        f"Stopped on {session.stop.received or 'a signal to another rank'} after step {progress.step}.",
+        f"Stopped on {session.stop.received} after step {progress.step}.",
         values=f"saved {path}",
         fix="start the same command again to go on from there",
     )

@@ -157,7 +157,7 @@ def _forget_processes(run_settings: dict[str, Any]) -> None:
 
 
 def read_seen(folder: Path, rank: int) -> list[Any]:
-    """Return what `train` recorded of each step that was begun: epoch, rows of the window, digest of this rank's part."""
+    """Return what `train` recorded of each step begun: epoch, rows of the window, digest of this rank's part."""
     return [json.loads(line) for line in (folder / f"seen-rank{rank}.jsonl").read_text().splitlines()]
 
 
@@ -191,9 +191,10 @@ def _checkpoint_digests(folder: str) -> dict[str, str]:
     from tests.checkpoint_runs import digest
 
     reader = FileSystemReader(folder)
-    entries = reader.read_metadata().state_dict_metadata
-    assert all(isinstance(entry, TensorStorageMetadata) for entry in entries.values()), "an entry is a pickle"
-    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    tensors = {}
+    for name, entry in reader.read_metadata().state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata), f"{name} is a pickle"
+        tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
     load(tensors, storage_reader=reader, no_dist=True)
     progress = json.loads((Path(folder) / "state.json").read_text())["progress"]
     return {name: digest(tensor) for name, tensor in tensors.items()} | {"progress": str(progress)}

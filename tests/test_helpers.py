@@ -39,4 +39,5 @@ def test_reference_learns(model_folder: Callable[[str], str], kind: str) -> None
 def test_reference_schedule() -> None:
     recipe = reference.Recipe(lr=1.0, warmup_steps=2, total_steps=10, min_lr_ratio=0.1)
     assert [reference.learning_rate(step, recipe) for step in (0, 1, 9)] == pytest.approx([0.5, 1.0, 0.1])
-    assert reference.learning_rate(5, recipe) == pytest.approx(0.55)
+    assert reference.learning_rate(2, recipe) == 1.0
+    assert reference.learning_rate(5, recipe) == pytest.approx(0.55 + 0.45 * math.cos(math.pi * 3 / 7))

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests import models, training_runs
+from tests import training_runs
 from tests.checkpoint_runs import differing
+from tests.e2e.tiny_run import SAVE_EVERY, assert_same_run, tiny
 from tests.fault_runs import (
     Fault,
     checkpoints,
@@ -28,29 +29,7 @@ from tests.fault_runs import (
 )
 
 Folder = Callable[[str], str]
-STEPS, SAVE_EVERY = 14, 4
 VICTIMS = ((0, 1), (0,), (1,))
-
-
-def tiny(model: str, folder: Path, name: str, **sections: Any) -> dict[str, Any]:
-    """Settings of a run over 22 rows: three steps an epoch, the last of them short; two micro-batches a step."""
-    train, _ = models.make_records(22, seed=30)
-    held_out, _ = models.make_records(5, seed=31)
-    data = {
-        "eval": models.write_jsonl(held_out, folder / "eval.jsonl"),
-        "cache_dir": str(folder / "cache"),
-        **sections.pop("data", {}),
-    }
-    base: dict[str, Any] = {
-        "data": data,
-        "batch": {"global_batch_size": 8, "micro_batch_size": 2},
-        "train": {"max_steps": STEPS},
-        "eval": {"every_steps": 3, "at_end": True},
-        "checkpoint": {"every_steps": SAVE_EVERY, "keep_latest": 2, "async_save": True, "resume": "auto"},
-    }
-    for section, values in sections.items():
-        base[section] = {**base.get(section, {}), **values} if isinstance(values, dict) else values
-    return training_runs.settings(model, models.write_jsonl(train, folder / "train.jsonl"), folder / name, **base)
 
 
 @dataclass(frozen=True)
@@ -70,17 +49,6 @@ CASES = {
     ),
     "bf16, stage 1, both ranks": Case("qwen3", (0, 1), {"precision": "bf16", "sharding": {"zero_stage": 1}}),
 }
-
-
-def assert_same_run(quiet: dict[str, Any], struck: dict[str, Any]) -> None:
-    """Every tensor, file and metric of two finished runs is equal, and the struck one has each step once."""
-    one, other = Path(quiet["output_dir"]), Path(struck["output_dir"])
-    assert comparable_metrics(other) == comparable_metrics(one)
-    steps = [row["step"] for row in comparable_metrics(other) if "loss" in row]
-    assert steps == list(range(1, struck["train"]["max_steps"] + 1))
-    assert differing(end_state(other), end_state(one)) == []
-    assert read_status(other) == read_status(one)
-    assert read_status(other)["state"] == "finished"
 
 
 @pytest.mark.parametrize("name", CASES)

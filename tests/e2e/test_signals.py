@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from tests import models, training_runs
-from tests.e2e.test_resume import STEPS, assert_same_run, tiny
 from tests.e2e.commands import PROFILE, SCRIPT, environment, executable, run_command, write_settings
+from tests.e2e.tiny_run import STEPS, assert_same_run, tiny
 from tests.fault_runs import Fault, Watched, checkpoints, read_seen, read_status, run, train
 from tests.ranks import run_ranks
 
@@ -59,7 +59,7 @@ def test_a_signal_saves_and_stops(moment: str, quiet: dict[str, Any], tmp_path: 
     assert run(settings, 2, fault) == [75, 75]
     status = read_status(output)
     assert (status["state"], status["exit_code"]) == ("interrupted", 75)
-    assert signal.Signals(fault.number).name in status["message"] or 0 not in fault.ranks
+    assert f"Stopped on {fault.number.name} after step {status['step']}" in status["message"]
     assert [len(read_seen(output, rank)) for rank in (0, 1)] == [status["step"]] * 2
     assert status["step"] == expected or (expected is None and fault.call <= status["step"] < STEPS)
     assert checkpoints(output)[-1] == f"step-{status['step']:08d}"
@@ -153,43 +153,59 @@ def test_a_rank_that_raises_ends_the_job_with_its_message(model_folder: Folder, 
 # --- the whole way, with real processes
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_ctrl_c_through_the_command(model_folder: Folder, tmp_path: Path) -> None:
-    quiet, struck = (
-        tiny(
-            model_folder("gpt2_dropout"),
-            tmp_path,
-            name,
-            data={"eval": None},
-            eval=NO_EVALUATION,
-            train={"max_steps": 60},
-        )
-        for name in ("quiet", "struck")
-    )
-    output = tmp_path / "struck"
-    command = [executable("fsdp-trainer"), "train", "--config", write_settings(struck, tmp_path), "--processes", "2"]
+def long_run(model: str, folder: Path, name: str) -> dict[str, Any]:
+    """Settings of a run that is still busy when its first steps have been seen from outside."""
+    steps = {"max_steps": 60}
+    return tiny(model, folder, name, data={"eval": None}, eval=NO_EVALUATION, train=steps)
+
+
+def strike(command: list[str], output: Path, send: Callable[[int], None]) -> int:
+    """Start a command, call `send` with its process id after two steps, and return its exit code.
+
+    It must save where it is, say so in the run folder, and leave no process behind.
+    """
     started = subprocess.Popen(
-        command, env=environment(), cwd=tmp_path, start_new_session=True, stdin=subprocess.DEVNULL
+        command, env=environment(), cwd=output.parent, start_new_session=True, stdin=subprocess.DEVNULL
     )
     try:
         while not (output / "metrics.jsonl").is_file() or len(training_runs.read_metrics(output)) < 2:
             assert started.poll() is None, "the run ended before it could be struck"
             time.sleep(0.05)
         processes = psutil.Process(started.pid).children(recursive=True)
-        os.killpg(started.pid, signal.SIGINT)  # what a terminal does: to the command's group, not to its children's
-        assert started.wait(60) == 75
+        send(started.pid)
+        code = started.wait(60)
     finally:
         started.kill()
-    assert len(processes) >= 3, "an agent and two ranks"
+    assert len(processes) >= 2, "two ranks, and the launcher where it is a process of its own"
     assert psutil.wait_procs(processes, timeout=5)[1] == []
     status = read_status(output)
     assert (status["state"], status["exit_code"]) == ("interrupted", 75)
-    assert 2 <= status["step"] < 60
+    assert status["step"] == len(training_runs.read_metrics(output)) < 60
     assert checkpoints(output)[-1] == f"step-{status['step']:08d}"
+    return code
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ctrl_c_through_the_command(model_folder: Folder, tmp_path: Path) -> None:
+    quiet, struck = (long_run(model_folder("gpt2_dropout"), tmp_path, name) for name in ("quiet", "struck"))
+    command = [executable("fsdp-trainer"), "train", "--config", write_settings(struck, tmp_path), "--processes", "2"]
+    # What a terminal does: the signal goes to the command's group, which its children are not in.
+    assert strike(command, tmp_path / "struck", lambda pid: os.killpg(pid, signal.SIGINT)) == 75
+    step = read_status(tmp_path / "struck")["step"]
 
     again = run_command(command, cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
-    assert f"at step {status['step']}" in again.stdout
+    assert again.returncode == 0
+    assert f"at step {step}" in again.stdout
     assert run(quiet, 2) == [0, 0]
     assert_same_run(quiet, struck)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_agent_of_accelerate_launch_is_stopped(number: int, model_folder: Folder, tmp_path: Path) -> None:
+    """As a batch system or a terminal does: the agent passes the signal on and gives its workers 30 s."""
+    settings = write_settings(long_run(model_folder("llama"), tmp_path, "run"), tmp_path)
+    command = [executable("accelerate"), "launch", "--config_file", str(PROFILE), str(SCRIPT), "--config", settings]
+    assert strike(command, tmp_path / "run", lambda pid: os.kill(pid, number)) != 0

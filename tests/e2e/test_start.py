@@ -14,7 +14,7 @@ import yaml
 from fsdp_trainer.errors import DistributedError
 from tests import training_runs
 from tests.e2e.commands import PROFILE, SCRIPT, executable, run_command, write_settings
-from tests.e2e.test_resume import STEPS, assert_same_run, tiny
+from tests.e2e.tiny_run import STEPS, assert_same_run, tiny
 from tests.fault_runs import comparable_metrics, read_status, run
 from tests.ranks import run_ranks
 
