@@ -1,36 +1,20 @@
-"""The folders that checkpoints live in: names, what makes one complete, publishing, pruning, leftovers.
+"""The folders that checkpoints live in: names, publishing, pruning, leftovers.
 
 Everything here is plain files seen from rank 0; what is inside a checkpoint is checkpoint.py's business.
 """
 
-import json
 import os
 import re
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fsdp_trainer.checkpoint_manifest import describe_file, find_damage, write_state
 from fsdp_trainer.errors import CheckpointError
-from fsdp_trainer.run_folder import write_text_atomically
 
-FORMAT = 1
-STATE_FILE = "state.json"
-METADATA_FILE = ".metadata"  # written last by DCP; without it the parts cannot be read
 CHECKPOINTS_FOLDER = "checkpoints"
 _NAME = re.compile(r"step-(\d{8})")
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a run has come. Data are a pure function of `step`, the learning rate of `optimizer_steps`."""
-
-    step: int = 0  # optimizer windows consumed, whether or not they moved the weights
-    optimizer_steps: int = 0
-    skipped_steps: int = 0  # windows that did not move the weights: overflow, or a non-finite gradient
-    consecutive_skipped: int = 0
-    tokens_seen: int = 0
-    supervised_tokens_seen: int = 0
 
 
 def checkpoint_path(output_dir: Path, step: int) -> Path:
@@ -50,10 +34,16 @@ def make_empty(folder: Path) -> None:
     _sync_folder(folder.parent.parent)
 
 
-def publish(temporary: Path, target: Path, state: dict[str, Any]) -> None:
-    """Make a folder that all ranks have written into a checkpoint: facts, sync, and the rename that counts."""
-    sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
-    write_text_atomically(temporary / STATE_FILE, json.dumps(state | {"files": sizes}, indent=1) + "\n")
+def publish(temporary: Path, target: Path, state: Mapping[str, Any], files: Mapping[str, Any]) -> None:
+    """Make a folder that all ranks have written into a checkpoint: facts, sync, and the rename that counts.
+
+    `files` is what the ranks say of the files they wrote (see `describe_file`); what nobody speaks of is read here.
+    """
+    described = {
+        file.name: files[file.name] if file.name in files else describe_file(file)
+        for file in sorted(temporary.iterdir())
+    }
+    write_state(temporary, {**state, "files": described})
     _sync_folder(temporary)
     if target.exists():
         _delete(target)
@@ -79,48 +69,6 @@ def published(output_dir: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()), reverse=True)
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    """Return what state.json says: progress, world size, facts, and the name and size of every other file."""
-    return json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
-
-
-def find_damage(path: Path) -> str | None:
-    """Return why `path` is no complete checkpoint, or None. Reads state.json and file sizes, no pickle."""
-    if not path.is_dir():
-        return "there is no such folder"
-    if not (path / METADATA_FILE).is_file():
-        return f"{METADATA_FILE} is missing: the save was not finished"
-    try:
-        state = read_state(path)
-        version, sizes = state["format"], dict(state["files"])
-        Progress(**state["progress"])
-        lacking = {"world_size", "scaler", "facts"} - state.keys()
-    except FileNotFoundError:
-        return f"{STATE_FILE} is missing: the save was not finished"
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        return f"{STATE_FILE} cannot be read ({type(error).__name__}: {error})"
-    if version != FORMAT:
-        return f"{STATE_FILE} has format {version}, this version reads {FORMAT}"
-    if lacking:
-        return f"{STATE_FILE} lacks {', '.join(sorted(lacking))}"
-    for name, size in sizes.items():
-        if not (path / name).is_file():
-            return f"{name} is missing"
-        if (found := (path / name).stat().st_size) != size:
-            return f"{name} has {found} bytes of {size}"
-    return None
-
-
-def refuse_damage(path: Path) -> None:
-    """Raise CheckpointError, saying what is lacking, unless `path` is a complete checkpoint."""
-    if (damage := find_damage(path)) is not None:
-        raise CheckpointError(
-            "This is no complete checkpoint.",
-            values=f"{path}: {damage}",
-            fix="name another one, or set checkpoint.resume: auto to take the newest complete one",
-        )
 
 
 # Deleting

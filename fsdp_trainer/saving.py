@@ -7,7 +7,8 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdp_trainer.checkpoint import PendingSave, build_stager, save_checkpoint
-from fsdp_trainer.checkpoint_folder import Progress, checkpoint_path
+from fsdp_trainer.checkpoint_folder import checkpoint_path
+from fsdp_trainer.checkpoint_manifest import Progress
 from fsdp_trainer.progress import log_line
 from fsdp_trainer.run import Run
 from fsdp_trainer.run_folder import write_status

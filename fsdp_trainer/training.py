@@ -20,8 +20,10 @@ import torch.distributed as dist
 import transformers
 
 from fsdp_trainer.agreement import is_main, run_on_main
-from fsdp_trainer.checkpoint import build_save_group, find_checkpoint, load_checkpoint
-from fsdp_trainer.checkpoint_folder import Progress, published, remove_leftovers
+from fsdp_trainer.checkpoint import build_save_group, load_checkpoint
+from fsdp_trainer.checkpoint_folder import published, remove_leftovers
+from fsdp_trainer.checkpoint_manifest import Progress
+from fsdp_trainer.checkpoint_search import find_checkpoint
 from fsdp_trainer.config import Config
 from fsdp_trainer.data.loader import evaluation_windows, iterate_windows, steps_per_epoch
 from fsdp_trainer.data.rows import Rows
@@ -124,6 +126,7 @@ def _finetune(config: Config, runtime: Runtime, stop: StopRequest) -> Path:
             device=runtime.device,
             seed=config.train.seed,
             must_match=_unchangeable(config, data),
+            already_verified=True,
             log=log_line,
         )
         log_line(f"resumed from {resume_from} at step {progress.step}", is_main=runtime.is_main)

@@ -157,7 +157,7 @@ def _forget_processes(run_settings: dict[str, Any]) -> None:
 
 
 def read_seen(folder: Path, rank: int) -> list[Any]:
-    """Return what `train` recorded of each step that was begun: epoch, rows of the window, digest of this rank's part."""
+    """Return what `train` recorded of each step that was begun: epoch, rows of the window, digest of its part."""
     return [json.loads(line) for line in (folder / f"seen-rank{rank}.jsonl").read_text().splitlines()]
 
 

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from tests import models, training_runs
-from tests.e2e.test_resume import STEPS, assert_same_run, tiny
 from tests.e2e.commands import PROFILE, SCRIPT, environment, executable, run_command, write_settings
+from tests.e2e.test_resume import STEPS, assert_same_run, tiny
 from tests.fault_runs import Fault, Watched, checkpoints, read_seen, read_status, run, train
 from tests.ranks import run_ranks
 
