@@ -28,13 +28,14 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 from fsdp_trainer.agreement import all_true, gather_from_all, is_main, run_on_all, run_on_main
 from fsdp_trainer.checkpoint_folder import checkpoint_path, make_empty, prune, publish
-from fsdp_trainer.checkpoint_manifest import FORMAT, METADATA_FILE, Progress, describe_file, read_state
+from fsdp_trainer.checkpoint_manifest import FORMAT, METADATA_FILE, Best, Progress, describe_file, read_state
 from fsdp_trainer.checkpoint_rng import derive_rng, restore_rng, rng_tensors
 from fsdp_trainer.checkpoint_search import refuse_damage
 from fsdp_trainer.checkpoint_table import TableReader, read_table
 from fsdp_trainer.errors import CheckpointError, DistributedError
 from fsdp_trainer.model import named_weights
 
+_ENTRY_BYTES = 2048  # of torch.save's archive and the table of contents, per tensor
 _RNG_RULE = "rng.<rank>.*, restored at the same world size; else derived from (seed, step, rank)"
 
 logger = logging.getLogger(__name__)
@@ -110,6 +111,7 @@ def save_checkpoint(
     after: PendingSave | None = None,
     stager: DefaultStager | None = None,
     keep_latest: int | None = None,
+    best: Best | None = None,
 ) -> PendingSave:
     """Save the run to `output_dir/checkpoints/step-N`, N being `progress.step`. All ranks call it between two steps.
 
@@ -117,14 +119,15 @@ def save_checkpoint(
     state is copied to host memory (one more copy of the shards of parameters and optimizer) and written by a thread,
     while training goes on; `process_group` must then come from `build_save_group`, and `stager` may come from
     `build_stager`. Only one save may be in flight: `after` is waited for first. Once this one is durable, all but the
-    newest `keep_latest` checkpoints are deleted.
+    newest `keep_latest` checkpoints and that of `best` are deleted.
     CheckpointError on every rank when any rank cannot write; the checkpoints before stay as they are.
     """
     if after is not None:
         after.wait()
     assert process_group is not None or not asynchronous or not dist.is_initialized(), "see build_save_group"
     target = checkpoint_path(output_dir, progress.step)
-    state = _describe_run(optimizer, scaler, progress, facts)
+    state = _describe_run(optimizer, scaler, progress, facts) | {"best": asdict(best) if best else None}
+    keep = [target] + ([checkpoint_path(output_dir, best.step)] if best else [])
     tensors = training_tensors(model, optimizer) | rng_tensors(device)
     if asynchronous:
         tensors = run_on_all(lambda: _copy_to_host(tensors, stager), process_group=process_group)
@@ -133,7 +136,9 @@ def save_checkpoint(
         if device.type == "cuda":
             # The current device is a thread's own; on the default one DCP would open a context on GPU 0 for every rank.
             torch.cuda.set_device(device)
-        _write(tensors, target=target, state=state, keep_latest=keep_latest, process_group=process_group)
+        _write(tensors, target=target, state=state, process_group=process_group)
+        if (n := keep_latest) is not None:
+            run_on_main(lambda: prune(output_dir, keep_latest=n, keep=keep), process_group=process_group)
 
     return PendingSave(target, _in_background(write) if asynchronous else _at_once(write), asynchronous)
 
@@ -193,7 +198,6 @@ def _write(
     *,
     target: Path,
     state: dict[str, Any],
-    keep_latest: int | None,
     process_group: dist.ProcessGroup | None,
 ) -> None:
     temporary = target.with_name(f".{target.name}.tmp")
@@ -206,10 +210,6 @@ def _write(
         # Every rank is here and writes no more: DCP and `run_on_main` tell all of them what any of them failed at.
         run_on_main(lambda: shutil.rmtree(temporary, ignore_errors=True), process_group=process_group)
         raise _explain_failed_save(error, target) from error
-    if keep_latest is not None:
-        run_on_main(
-            lambda: prune(target.parent.parent, keep_latest=keep_latest, just_saved=target), process_group=process_group
-        )
 
 
 def _describe_written(folder: Path, process_group: dist.ProcessGroup | None) -> dict[str, dict[str, Any]]:
@@ -276,6 +276,18 @@ def _initial_adamw_state(parameter: torch.Tensor, group: Mapping[str, Any]) -> d
         "exp_avg": torch.zeros_like(parameter, requires_grad=False),
         "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
     }
+
+
+def checkpoint_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Return what a checkpoint of this run takes on disk, all ranks together; within 5 % from a few MB on."""
+    tensors = list(named_weights(model).values())
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                # Before the first step there is none: AdamW will keep two tensors like the parameter.
+                state = optimizer.state.get(parameter) or {"exp_avg": parameter, "exp_avg_sq": parameter}
+                tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return sum(tensor.numel() * tensor.element_size() + _ENTRY_BYTES for tensor in tensors)
 
 
 def _describe_run(

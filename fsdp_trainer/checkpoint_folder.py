@@ -6,11 +6,12 @@ Everything here is plain files seen from rank 0; what is inside a checkpoint is 
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.checkpoint_manifest import describe_file, find_damage, write_state
+from fsdp_trainer.checkpoint_manifest import Best, describe_file, find_damage, read_state, write_state
 from fsdp_trainer.errors import CheckpointError
 
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -60,6 +61,23 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+# The best one
+
+
+def read_best(path: Path) -> Best | None:
+    """Return the best evaluation that the run of this checkpoint had seen, if the checkpoint of it is still there."""
+    found = read_state(path)["best"]
+    best = None if found is None else Best(**found)
+    if best is None or find_damage(path.with_name(checkpoint_path(path, best.step).name)) is not None:
+        return None
+    return best
+
+
+def record_best(path: Path, best: Best) -> None:
+    """Write into a published checkpoint that it is the best so far: for an evaluation that came after the save."""
+    write_state(path, read_state(path) | {"best": asdict(best)})
+
+
 # Finding
 
 
@@ -74,18 +92,19 @@ def published(output_dir: Path) -> list[Path]:
 # Deleting
 
 
-def prune(output_dir: Path, *, keep_latest: int, just_saved: Path | None = None) -> list[Path]:
+def prune(output_dir: Path, *, keep_latest: int, keep: Collection[Path] = ()) -> list[Path]:
     """Delete all but the newest `keep_latest` complete checkpoints and return what went. For rank 0 alone.
 
-    Damaged folders that are newer than the oldest one kept stay, and do not count. `just_saved` stays, even where a run
-    that went back to an early checkpoint saves among later ones.
+    Damaged folders that are newer than the oldest one kept stay, and do not count. Those in `keep` stay whatever
+    their age: the best one, and the one just saved, where a run that went back to an early checkpoint saves among later
+    ones.
     """
     assert keep_latest >= 1, "the checkpoint just written must stay"
     complete = [path for path in published(output_dir) if find_damage(path) is None]
     if len(complete) <= keep_latest:
         return []
     oldest = complete[keep_latest - 1]
-    gone = [path for path in published(output_dir) if path.name < oldest.name and path != just_saved]
+    gone = [path for path in published(output_dir) if path.name < oldest.name and path not in keep]
     try:
         for path in gone:
             _delete(path)

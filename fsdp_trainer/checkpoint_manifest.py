@@ -34,6 +34,14 @@ class Progress:
     supervised_tokens_seen: int = 0
 
 
+@dataclass(frozen=True)
+class Best:
+    """The lowest evaluation loss of a run so far, and the step it was measured after."""
+
+    step: int
+    eval_loss: float
+
+
 # Writing
 
 

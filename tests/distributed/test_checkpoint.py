@@ -442,7 +442,7 @@ def test_prune_keeps_the_newest_complete_ones(saved: Path, tmp_path: Path) -> No
     assert [int(path.name[5:]) for path in published(tmp_path)] == [100, 30, 10]
     went_back = tmp_path / "checkpoints" / "step-00000005"
     shutil.copytree(saved, went_back)
-    prune(tmp_path, keep_latest=1, just_saved=went_back)
+    prune(tmp_path, keep_latest=1, keep=[went_back])
     assert [int(path.name[5:]) for path in published(tmp_path)] == [100, 30, 5]
 
 
