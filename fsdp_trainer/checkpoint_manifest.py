@@ -107,6 +107,8 @@ def find_damage(path: Path) -> str | None:
         return f"{STATE_FILE} cannot be read ({type(error).__name__}: {error})"
     if lacking:
         return f"{STATE_FILE} lacks {', '.join(sorted(lacking))}"
+    if (path / STATE_FILE).is_symlink():
+        return f"{STATE_FILE} is no plain file"
     return _find_other_files(path, {name: size for name, (size, _) in files.items()})
 
 

@@ -277,3 +277,22 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(saved: Path
     for message in run_ranks(find_without_intact, 2, str(tmp_path)):
         assert message.startswith("No checkpoint of this run is intact.")
         assert "__1_0.distcp is damaged" in message
+
+
+def damaged_in_every_way(first: str, other: str) -> tuple[dict[str, int], dict[str, int], int]:
+    from benchmarks.damage import damage_checkpoint
+
+    count = damage_checkpoint(Path(first), flips=200, others=40, clean=30, seed=11, other=Path(other))
+    return dict(count.tried), dict(count.found), count.false_alarms
+
+
+def test_every_damage_is_found_and_no_intact_one_refused(
+    saved: Path, model_folder: ModelFolder, tmp_path: Path
+) -> None:
+    """A seeded share of `python -m benchmarks.damage`."""
+    run_ranks(runs.train_and_save, 2, tiny(model_folder("llama"), tmp_path), 2, 2, False)
+    other = tmp_path / "checkpoints" / "step-00000002"
+    tried, found, false_alarms = run_ranks(damaged_in_every_way, 1, str(saved), str(other), timeout=120.0)[0]
+    assert found == tried
+    assert sum(tried.values()) > 350
+    assert false_alarms == 0
