@@ -47,22 +47,29 @@ def run_on_main(action: Callable[[], Result], *, process_group: dist.ProcessGrou
 
 def run_on_all(action: Callable[[], Result], *, process_group: dist.ProcessGroup | None = None) -> Result:
     """Run `action` on every rank and return this rank's result; when it raises on any rank, every rank raises."""
+    result: list[Result] = []
+    gather_from_all(lambda: result.append(action()), process_group=process_group)
+    return result[0]
+
+
+def gather_from_all(action: Callable[[], Result], *, process_group: dist.ProcessGroup | None = None) -> list[Result]:
+    """Run `action` on every rank; each gets the (picklable) results of all, or raises when it raised on any rank."""
     if not dist.is_initialized():
-        return action()
-    result: Any = None
+        return [action()]
+    mine: tuple[Any, FsdpTrainerError | None]
     failure: Exception | None = None
     try:
-        result = action()
+        mine = action(), None
     except Exception as error:
         failure = error
-    mine = None if failure is None else _portable(failure, rank=dist.get_rank(process_group))
+        mine = None, _portable(error, rank=dist.get_rank(process_group))
     found: list[Any] = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(found, mine, group=process_group)
     if failure is not None:
         raise failure
-    for error in filter(None, found):
+    for error in filter(None, (error for _, error in found)):
         raise error
-    return result
+    return [result for result, _ in found]
 
 
 def _portable(error: Exception, *, rank: int) -> FsdpTrainerError:

@@ -19,31 +19,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
-from fsdp_trainer.agreement import all_true, is_main, run_on_all, run_on_main
-from fsdp_trainer.checkpoint_folder import (
-    FORMAT,
-    METADATA_FILE,
-    Progress,
-    checkpoint_path,
-    find_damage,
-    make_empty,
-    prune,
-    publish,
-    published,
-    read_state,
-    refuse_damage,
-)
+from fsdp_trainer.agreement import all_true, gather_from_all, is_main, run_on_all, run_on_main
+from fsdp_trainer.checkpoint_folder import checkpoint_path, make_empty, prune, publish
+from fsdp_trainer.checkpoint_manifest import FORMAT, METADATA_FILE, Best, Progress, describe_file, read_state
 from fsdp_trainer.checkpoint_rng import derive_rng, restore_rng, rng_tensors
+from fsdp_trainer.checkpoint_search import refuse_damage
+from fsdp_trainer.checkpoint_table import TableReader, read_table
 from fsdp_trainer.errors import CheckpointError, DistributedError
 from fsdp_trainer.model import named_weights
 
+_ENTRY_BYTES = 2048  # of torch.save's archive and the table of contents, per tensor
 _RNG_RULE = "rng.<rank>.*, restored at the same world size; else derived from (seed, step, rank)"
 
 logger = logging.getLogger(__name__)
@@ -119,6 +111,7 @@ def save_checkpoint(
     after: PendingSave | None = None,
     stager: DefaultStager | None = None,
     keep_latest: int | None = None,
+    best: Best | None = None,
 ) -> PendingSave:
     """Save the run to `output_dir/checkpoints/step-N`, N being `progress.step`. All ranks call it between two steps.
 
@@ -126,14 +119,15 @@ def save_checkpoint(
     state is copied to host memory (one more copy of the shards of parameters and optimizer) and written by a thread,
     while training goes on; `process_group` must then come from `build_save_group`, and `stager` may come from
     `build_stager`. Only one save may be in flight: `after` is waited for first. Once this one is durable, all but the
-    newest `keep_latest` checkpoints are deleted.
+    newest `keep_latest` checkpoints and that of `best` are deleted.
     CheckpointError on every rank when any rank cannot write; the checkpoints before stay as they are.
     """
     if after is not None:
         after.wait()
     assert process_group is not None or not asynchronous or not dist.is_initialized(), "see build_save_group"
     target = checkpoint_path(output_dir, progress.step)
-    state = _describe_run(optimizer, scaler, progress, facts)
+    state = _describe_run(optimizer, scaler, progress, facts) | {"best": asdict(best) if best else None}
+    keep = [target] + ([checkpoint_path(output_dir, best.step)] if best else [])
     tensors = training_tensors(model, optimizer) | rng_tensors(device)
     if asynchronous:
         tensors = run_on_all(lambda: _copy_to_host(tensors, stager), process_group=process_group)
@@ -142,7 +136,9 @@ def save_checkpoint(
         if device.type == "cuda":
             # The current device is a thread's own; on the default one DCP would open a context on GPU 0 for every rank.
             torch.cuda.set_device(device)
-        _write(tensors, target=target, state=state, keep_latest=keep_latest, process_group=process_group)
+        _write(tensors, target=target, state=state, process_group=process_group)
+        if (n := keep_latest) is not None:
+            run_on_main(lambda: prune(output_dir, keep_latest=n, keep=keep), process_group=process_group)
 
     return PendingSave(target, _in_background(write) if asynchronous else _at_once(write), asynchronous)
 
@@ -202,22 +198,29 @@ def _write(
     *,
     target: Path,
     state: dict[str, Any],
-    keep_latest: int | None,
     process_group: dist.ProcessGroup | None,
 ) -> None:
     temporary = target.with_name(f".{target.name}.tmp")
     try:
         run_on_main(lambda: make_empty(temporary), process_group=process_group)
         save_sharded(tensors, storage_writer=_Writer(temporary, sync_files=True), process_group=process_group)
-        run_on_main(lambda: publish(temporary, target, state), process_group=process_group)
+        files = _describe_written(temporary, process_group)
+        run_on_main(lambda: publish(temporary, target, state, files), process_group=process_group)
     except (Exception, CheckpointException) as error:  # the latter is a BaseException
         # Every rank is here and writes no more: DCP and `run_on_main` tell all of them what any of them failed at.
         run_on_main(lambda: shutil.rmtree(temporary, ignore_errors=True), process_group=process_group)
         raise _explain_failed_save(error, target) from error
-    if keep_latest is not None:
-        run_on_main(
-            lambda: prune(target.parent.parent, keep_latest=keep_latest, just_saved=target), process_group=process_group
-        )
+
+
+def _describe_written(folder: Path, process_group: dist.ProcessGroup | None) -> dict[str, dict[str, Any]]:
+    """Return size and hash of every file, each read by the rank that wrote it; collective."""
+
+    def mine() -> dict[str, dict[str, Any]]:
+        rank = dist.get_rank(process_group) if dist.is_initialized() else 0
+        written = [*folder.glob(f"__{rank}_*"), *([folder / METADATA_FILE] if rank == 0 else [])]
+        return {path.name: describe_file(path) for path in written}
+
+    return {name: file for part in gather_from_all(mine, process_group=process_group) for name, file in part.items()}
 
 
 def _explain_failed_save(error: BaseException, target: Path) -> CheckpointError:
@@ -275,6 +278,18 @@ def _initial_adamw_state(parameter: torch.Tensor, group: Mapping[str, Any]) -> d
     }
 
 
+def checkpoint_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Return what a checkpoint of this run takes on disk, all ranks together; within 5 % from a few MB on."""
+    tensors = list(named_weights(model).values())
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                # Before the first step there is none: AdamW will keep two tensors like the parameter.
+                state = optimizer.state.get(parameter) or {"exp_avg": parameter, "exp_avg_sq": parameter}
+                tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return sum(tensor.numel() * tensor.element_size() + _ENTRY_BYTES for tensor in tensors)
+
+
 def _describe_run(
     optimizer: torch.optim.Optimizer, scaler: Any, progress: Progress, facts: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -301,38 +316,6 @@ def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-# Finding
-
-
-def find_checkpoint(
-    output_dir: Path,
-    *,
-    resume: str,
-    process_group: dist.ProcessGroup | None = None,
-    log: Callable[[str], None] = logger.warning,
-) -> Path | None:
-    """Return the checkpoint to go on from, the same on all ranks: rank 0 looks.
-
-    `resume` is auto (the newest complete one; each newer one that was skipped is logged with the reason), never, or the
-    path of one, for which CheckpointError says what it lacks.
-    """
-    if resume == "never":
-        return None
-    return run_on_main(lambda: _find(Path(output_dir), resume, log), process_group=process_group)
-
-
-def _find(output_dir: Path, resume: str, log: Callable[[str], None]) -> Path | None:
-    if resume != "auto":
-        refuse_damage(Path(resume))
-        return Path(resume)
-    for path in published(output_dir):
-        damage = find_damage(path)
-        if damage is None:
-            return path
-        log(f"skipped {path}: {damage}")
-    return None
-
-
 # Loading
 
 
@@ -345,6 +328,7 @@ def load_checkpoint(
     device: torch.device,
     seed: int,
     must_match: Mapping[str, Any] | None = None,
+    already_verified: bool = False,
     process_group: dist.ProcessGroup | None = None,
     log: Callable[[str], None] = logger.warning,
 ) -> Progress:
@@ -352,10 +336,14 @@ def load_checkpoint(
 
     All ranks call it before any forward (FSDP would go on with weights gathered earlier). Another world size or mesh is
     fine: each rank reads its own slices, and random states follow from (seed, step, rank), which is logged.
-    CheckpointError on every rank when the folder is incomplete, when one of the facts in `must_match` was saved with
-    another value, or when names, shapes or dtypes differ from this run's either way: nothing is guessed or left out.
+    CheckpointError on every rank when the folder is incomplete, when any byte is not what was written (checked before
+    anything is changed, unless `already_verified`: `find_checkpoint` has just done it), when one of the facts in
+    `must_match` was saved with another value, or when names, shapes or dtypes differ from this run's either way:
+    nothing is guessed or left out.
     """
     path = Path(path)
+    if not already_verified:
+        refuse_damage(path, process_group=process_group)
     state = run_on_main(lambda: _read_matching_state(path, must_match or {}, scaler), process_group=process_group)
     _create_optimizer_state(optimizer)
     tensors = training_tensors(model, optimizer)
@@ -363,7 +351,7 @@ def load_checkpoint(
     rng = rng_tensors(device)
     fits = state["world_size"] == _world_size() and rng.keys() <= stored.keys()
     fits = all_true(fits, process_group=process_group)
-    _read(path, tensors | (rng if fits else {}), process_group)
+    _read(path, tensors | (rng if fits else {}), _sizes(state), process_group)
     if scaler is not None:
         scaler.load_state_dict(state["scaler"])
     progress = Progress(**state["progress"])
@@ -379,9 +367,15 @@ def load_checkpoint(
     return progress
 
 
-def _read(path: Path, tensors: dict[str, torch.Tensor], process_group: dist.ProcessGroup | None) -> None:
+def _sizes(state: Mapping[str, Any]) -> dict[str, int]:
+    return {name: file["bytes"] for name, file in state["files"].items()}
+
+
+def _read(
+    path: Path, tensors: dict[str, torch.Tensor], sizes: Mapping[str, int], process_group: dist.ProcessGroup | None
+) -> None:
     try:
-        load_sharded(tensors, storage_reader=FileSystemReader(path), process_group=process_group)
+        load_sharded(tensors, storage_reader=TableReader(path, sizes), process_group=process_group)
     except CheckpointException as error:
         raise CheckpointError(
             "The checkpoint cannot be read.",
@@ -399,7 +393,6 @@ def _create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _read_matching_state(path: Path, must_match: Mapping[str, Any], scaler: Any) -> dict[str, Any]:
-    refuse_damage(path)
     state = read_state(path)
     saved = state["facts"]
     wrong = [
@@ -440,17 +433,11 @@ def _read_matching_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> d
 
 
 def _stored_tensors(path: Path) -> dict[str, str]:
-    try:
-        metadata = FileSystemReader(path).read_metadata()
-    except Exception as error:  # unpickling damaged bytes can raise anything
-        raise CheckpointError(
-            "The checkpoint's table of contents cannot be read.",
-            values=f"{path / METADATA_FILE}: {type(error).__name__}: {error}",
-            fix="set checkpoint.resume to the path of another checkpoint",
-        ) from error
+    """Return shape and dtype of every tensor in the checkpoint at `path`, by name."""
+    entries = read_table(path, _sizes(read_state(path))).state_dict_metadata
     return {
         name: _describe(entry.size, entry.properties.dtype)
-        for name, entry in metadata.state_dict_metadata.items()
+        for name, entry in entries.items()
         if isinstance(entry, TensorStorageMetadata)
     }
 

@@ -1,36 +1,21 @@
-"""The folders that checkpoints live in: names, what makes one complete, publishing, pruning, leftovers.
+"""The folders that checkpoints live in: names, publishing, pruning, leftovers.
 
 Everything here is plain files seen from rank 0; what is inside a checkpoint is checkpoint.py's business.
 """
 
-import json
 import os
 import re
 import shutil
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from fsdp_trainer.checkpoint_manifest import Best, describe_file, find_damage, read_state, write_state
 from fsdp_trainer.errors import CheckpointError
-from fsdp_trainer.run_folder import write_text_atomically
 
-FORMAT = 1
-STATE_FILE = "state.json"
-METADATA_FILE = ".metadata"  # written last by DCP; without it the parts cannot be read
 CHECKPOINTS_FOLDER = "checkpoints"
 _NAME = re.compile(r"step-(\d{8})")
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a run has come. Data are a pure function of `step`, the learning rate of `optimizer_steps`."""
-
-    step: int = 0  # optimizer windows consumed, whether or not they moved the weights
-    optimizer_steps: int = 0
-    skipped_steps: int = 0  # windows that did not move the weights: overflow, or a non-finite gradient
-    consecutive_skipped: int = 0
-    tokens_seen: int = 0
-    supervised_tokens_seen: int = 0
 
 
 def checkpoint_path(output_dir: Path, step: int) -> Path:
@@ -50,10 +35,16 @@ def make_empty(folder: Path) -> None:
     _sync_folder(folder.parent.parent)
 
 
-def publish(temporary: Path, target: Path, state: dict[str, Any]) -> None:
-    """Make a folder that all ranks have written into a checkpoint: facts, sync, and the rename that counts."""
-    sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
-    write_text_atomically(temporary / STATE_FILE, json.dumps(state | {"files": sizes}, indent=1) + "\n")
+def publish(temporary: Path, target: Path, state: Mapping[str, Any], files: Mapping[str, Any]) -> None:
+    """Make a folder that all ranks have written into a checkpoint: facts, sync, and the rename that counts.
+
+    `files` is what the ranks say of the files they wrote (see `describe_file`); what nobody speaks of is read here.
+    """
+    described = {
+        file.name: files[file.name] if file.name in files else describe_file(file)
+        for file in sorted(temporary.iterdir())
+    }
+    write_state(temporary, {**state, "files": described})
     _sync_folder(temporary)
     if target.exists():
         _delete(target)
@@ -70,6 +61,23 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+# The best one
+
+
+def read_best(path: Path) -> Best | None:
+    """Return the best evaluation that the run of this checkpoint had seen, if the checkpoint of it is still there."""
+    found = read_state(path)["best"]
+    best = None if found is None else Best(**found)
+    if best is None or find_damage(path.with_name(checkpoint_path(path, best.step).name)) is not None:
+        return None
+    return best
+
+
+def record_best(path: Path, best: Best) -> None:
+    """Write into a published checkpoint that it is the best so far: for an evaluation that came after the save."""
+    write_state(path, read_state(path) | {"best": asdict(best)})
+
+
 # Finding
 
 
@@ -81,63 +89,22 @@ def published(output_dir: Path) -> list[Path]:
     return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()), reverse=True)
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """Return what state.json says: progress, world size, facts, and the name and size of every other file."""
-    return json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
-
-
-def find_damage(path: Path) -> str | None:
-    """Return why `path` is no complete checkpoint, or None. Reads state.json and file sizes, no pickle."""
-    if not path.is_dir():
-        return "there is no such folder"
-    if not (path / METADATA_FILE).is_file():
-        return f"{METADATA_FILE} is missing: the save was not finished"
-    try:
-        state = read_state(path)
-        version, sizes = state["format"], dict(state["files"])
-        Progress(**state["progress"])
-        lacking = {"world_size", "scaler", "facts"} - state.keys()
-    except FileNotFoundError:
-        return f"{STATE_FILE} is missing: the save was not finished"
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        return f"{STATE_FILE} cannot be read ({type(error).__name__}: {error})"
-    if version != FORMAT:
-        return f"{STATE_FILE} has format {version}, this version reads {FORMAT}"
-    if lacking:
-        return f"{STATE_FILE} lacks {', '.join(sorted(lacking))}"
-    for name, size in sizes.items():
-        if not (path / name).is_file():
-            return f"{name} is missing"
-        if (found := (path / name).stat().st_size) != size:
-            return f"{name} has {found} bytes of {size}"
-    return None
-
-
-def refuse_damage(path: Path) -> None:
-    """Raise CheckpointError, saying what is lacking, unless `path` is a complete checkpoint."""
-    if (damage := find_damage(path)) is not None:
-        raise CheckpointError(
-            "This is no complete checkpoint.",
-            values=f"{path}: {damage}",
-            fix="name another one, or set checkpoint.resume: auto to take the newest complete one",
-        )
-
-
 # Deleting
 
 
-def prune(output_dir: Path, *, keep_latest: int, just_saved: Path | None = None) -> list[Path]:
+def prune(output_dir: Path, *, keep_latest: int, keep: Collection[Path] = ()) -> list[Path]:
     """Delete all but the newest `keep_latest` complete checkpoints and return what went. For rank 0 alone.
 
-    Damaged folders that are newer than the oldest one kept stay, and do not count. `just_saved` stays, even where a run
-    that went back to an early checkpoint saves among later ones.
+    Damaged folders that are newer than the oldest one kept stay, and do not count. Those in `keep` stay whatever
+    their age: the best one, and the one just saved, where a run that went back to an early checkpoint saves among later
+    ones.
     """
     assert keep_latest >= 1, "the checkpoint just written must stay"
     complete = [path for path in published(output_dir) if find_damage(path) is None]
     if len(complete) <= keep_latest:
         return []
     oldest = complete[keep_latest - 1]
-    gone = [path for path in published(output_dir) if path.name < oldest.name and path != just_saved]
+    gone = [path for path in published(output_dir) if path.name < oldest.name and path not in keep]
     try:
         for path in gone:
             _delete(path)

@@ -69,7 +69,6 @@ _LATER: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("optim.name", lambda value: value != "adamw", "optim.name: adamw"),
     ("optim.state_dtype", lambda value: value != "fp32", "optim.state_dtype: fp32"),
     ("optim.offload_step", lambda value: value != "host", "optim.offload_step: host"),
-    ("checkpoint.keep_best", lambda value: value, "checkpoint.keep_best: false"),
     ("compile.enabled", lambda value: value, "compile.enabled: false"),
     ("profile.start", lambda value: value is not None, "profile.start: null"),
     ("rehearse", lambda value: value is True, "rehearse: auto or false"),
@@ -216,6 +215,13 @@ def _evaluation(config: "Config") -> Iterator[Problem]:
             "eval.every_steps",
             because="without data to evaluate on",
             fix="set data.eval to a file or to a share such as 0.02, or leave out eval.every_steps",
+            others=("data.eval",),
+        )
+        yield from _no_effect(
+            config,
+            "checkpoint.keep_best",
+            because="without data to evaluate on",
+            fix="set data.eval to a file or to a share such as 0.02, or leave out checkpoint.keep_best",
             others=("data.eval",),
         )
     elif config.eval.every_steps is None and not config.eval.at_end:

@@ -393,7 +393,8 @@ class CheckpointConfig(Section):
     )
     keep_best: bool = Field(
         default=False,
-        description="Also keep the checkpoint with the lowest evaluation loss. Comes later; only false for now.",
+        description="Save after every evaluation with a loss lower than all before, and keep that checkpoint beside "
+        "the latest. Needs data.eval.",
     )
     async_save: bool = Field(
         default=True,

@@ -21,6 +21,10 @@ class ConfigError(FsdpTrainerError):
     exit_code = 2
 
 
+class FolderInUse(ConfigError):
+    """Another run holds the lock on output_dir; nothing in it was touched, its status file included."""
+
+
 class DataError(FsdpTrainerError):
     """A record, a file, a chat template or the tokenizer cannot be used as asked."""
 

@@ -103,6 +103,12 @@ def _unfinished(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.tmp")
 
 
+def exported_bytes(model: nn.Module, *, dtype: str, hf_config: Any) -> int:
+    """Return the bytes of the tensors that `export_model` writes."""
+    target = _resolve_dtype(dtype, hf_config, model)
+    return sum(_bytes(tensor, target) for tensor in _exported_weights(model).values())
+
+
 # What is written
 
 

@@ -1,13 +1,16 @@
 """Checkpoints of a running loop: at most one in flight, and the last one always waited for."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from fsdp_trainer.agreement import run_on_main
 from fsdp_trainer.checkpoint import PendingSave, build_stager, save_checkpoint
-from fsdp_trainer.checkpoint_folder import Progress, checkpoint_path
+from fsdp_trainer.checkpoint_folder import checkpoint_path, record_best
+from fsdp_trainer.checkpoint_manifest import Best, Progress
 from fsdp_trainer.progress import log_line
 from fsdp_trainer.run import Run
 from fsdp_trainer.run_folder import write_status
@@ -24,15 +27,17 @@ class Saver:
         process_group: dist.ProcessGroup | None,
         output_dir: Path,
         saved_step: int,
+        best: Best | None = None,
     ) -> None:
         self._run, self._facts, self._group, self._output_dir = run, facts, process_group, output_dir
         self._pending: PendingSave | None = None
         self._stager = build_stager(run.runtime.device) if run.config.checkpoint.async_save else None
-        self._saved_step = saved_step
+        self._saved_step, self._best = saved_step, best
 
     def save(self, progress: Progress) -> None:
-        """Save after a step; in the background unless `checkpoint.async_save` is off."""
-        self._save(progress, asynchronous=self._run.config.checkpoint.async_save)
+        """Save after a step, once; in the background unless `checkpoint.async_save` is off."""
+        if progress.step != self._saved_step:
+            self._save(progress, asynchronous=self._run.config.checkpoint.async_save)
 
     def save_now(self, progress: Progress) -> Path:
         """Make sure that this very state is on disk, and return its folder."""
@@ -40,6 +45,21 @@ class Saver:
             self._save(progress, asynchronous=False)
         self._finish()
         return checkpoint_path(self._output_dir, progress.step)
+
+    def evaluated(self, progress: Progress, loss: float) -> None:
+        """Note an evaluation after a step; with `checkpoint.keep_best` the best so far is saved, and kept."""
+        if not self._run.config.checkpoint.keep_best:
+            return
+        # Rank 0's word: the loss is the same everywhere, but a save that one rank alone begins would hang.
+        if not run_on_main(lambda: loss < (self._best.eval_loss if self._best else math.inf)):
+            return
+        best = self._best = Best(progress.step, loss)
+        if progress.step == self._saved_step:
+            self._finish()
+            run_on_main(lambda: record_best(checkpoint_path(self._output_dir, best.step), best))
+        else:
+            self.save(progress)
+        log_line(f"best evaluation so far: {loss:.4f} at step {best.step}", is_main=self._run.runtime.is_main)
 
     def close(self) -> None:
         """Wait for the save in flight and give its host memory back."""
@@ -68,6 +88,7 @@ class Saver:
             asynchronous=asynchronous,
             stager=self._stager,
             keep_latest=run.config.checkpoint.keep_latest,
+            best=self._best,
         )
         self._saved_step = progress.step
         if not asynchronous:

@@ -24,7 +24,7 @@ import psutil  # noqa: E402
 
 from fsdp_trainer.config import Config  # noqa: E402
 from fsdp_trainer.config_reading import check_command_flags  # noqa: E402
-from fsdp_trainer.errors import DistributedError, FsdpTrainerError, Interrupted  # noqa: E402
+from fsdp_trainer.errors import DistributedError, FolderInUse, FsdpTrainerError, Interrupted  # noqa: E402
 from fsdp_trainer.launch_profile import check_environment  # noqa: E402
 from fsdp_trainer.progress import log_error  # noqa: E402
 from fsdp_trainer.run_folder import STATUS, write_status  # noqa: E402
@@ -59,6 +59,8 @@ def _finetune(config: Config) -> None:
         from fsdp_trainer.training import finetune  # after the checks: it imports torch
 
         finetune(config)
+    except FolderInUse:
+        raise  # the folder, and what its status file says, are another run's
     except FsdpTrainerError as error:
         secondary = isinstance(error, DistributedError | Interrupted)
         state = "interrupted" if isinstance(error, Interrupted) else "failed"

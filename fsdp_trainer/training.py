@@ -3,6 +3,7 @@
 The loop is where tensors are read on the host; what a step does is step.py's business alone.
 """
 
+import json
 import os
 import sys
 import tempfile
@@ -12,16 +13,19 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import accelerate
 import torch
 import torch.distributed as dist
 import transformers
+import xxhash
 
 from fsdp_trainer.agreement import is_main, run_on_main
-from fsdp_trainer.checkpoint import build_save_group, find_checkpoint, load_checkpoint
-from fsdp_trainer.checkpoint_folder import Progress, published, remove_leftovers
+from fsdp_trainer.checkpoint import build_save_group, load_checkpoint
+from fsdp_trainer.checkpoint_folder import published, read_best, remove_leftovers
+from fsdp_trainer.checkpoint_manifest import Progress
+from fsdp_trainer.checkpoint_search import find_checkpoint
 from fsdp_trainer.config import Config
 from fsdp_trainer.data.loader import evaluation_windows, iterate_windows, steps_per_epoch
 from fsdp_trainer.data.rows import Rows
@@ -45,6 +49,7 @@ from fsdp_trainer.saving import Saver
 from fsdp_trainer.signals import StopRequest, stop_on_signals
 from fsdp_trainer.step import StepOutput, eval_step, train_step
 from fsdp_trainer.training_data import TrainingData, load_training_data
+from fsdp_trainer.training_folder import check_disk, hold_folder
 
 MAX_SKIPPED_IN_A_ROW = 3
 # The fp16 scaler starts at 2**16 and halves at each overflow: 16 in a row bring it to 1, where scaling ends.
@@ -66,7 +71,8 @@ def finetune(config: Config, *, processes: int | None = None) -> Path:
             tracker_dir=Path(config.output_dir),
         )
         config.check_world(runtime.world_size)
-        return _finetune(config, runtime, stop)
+        with hold_folder(Path(config.output_dir)):
+            return _finetune(config, runtime, stop)
 
 
 def _is_launched() -> bool:
@@ -112,9 +118,9 @@ def _finetune(config: Config, runtime: Runtime, stop: StopRequest) -> Path:
     run = build_run(config, runtime, load=resume_from is None)
     for fact in run.facts:
         log_line(fact, is_main=runtime.is_main)
-    facts = {"config": config.to_dict(), "versions": _versions(), **_unchangeable(config, data)}
+    facts = _facts(config, data)
     save_group = build_save_group(timeout=timedelta(minutes=config.train.timeout_minutes))
-    progress = Progress()
+    progress, best = Progress(), None
     if resume_from is not None:
         progress = load_checkpoint(
             resume_from,
@@ -124,16 +130,21 @@ def _finetune(config: Config, runtime: Runtime, stop: StopRequest) -> Path:
             device=runtime.device,
             seed=config.train.seed,
             must_match=_unchangeable(config, data),
+            already_verified=True,
             log=log_line,
         )
+        best = run_on_main(lambda: read_best(resume_from)) if config.checkpoint.keep_best else None
         log_line(f"resumed from {resume_from} at step {progress.step}", is_main=runtime.is_main)
+    check_disk(run, output_dir=output_dir, step=progress.step, total_steps=total_steps)
     if runtime.is_main:
         write_text_atomically(output_dir / SETTINGS, config.to_yaml())
         trim_metrics(output_dir, after_step=progress.step)
         write_status(output_dir, state="running", exit_code=0, step=progress.step)
     if config.log.trackers:
         runtime.accelerator.init_trackers("tracker", config=_flat(config.to_dict()))
-    saver = Saver(run, facts=facts, process_group=save_group, output_dir=output_dir, saved_step=progress.step)
+    saver = Saver(
+        run, facts=facts, process_group=save_group, output_dir=output_dir, saved_step=progress.step, best=best
+    )
     session = _Session(data, total_steps, output_dir, stop, saver)
     if _evaluation_is_owed(config, session, progress.step):
         _evaluate(run, session, progress)
@@ -253,7 +264,7 @@ def _total_steps(config: Config, rows: Rows) -> int:
     return config.train.epochs * steps_per_epoch(rows.n_rows, global_batch_size=config.batch.global_batch_size)
 
 
-def _stop(session: _Session, progress: Progress) -> None:
+def _stop(session: _Session, progress: Progress) -> NoReturn:
     path = session.saver.save_now(progress)
     if is_main():
         write_status(session.output_dir, state="interrupted", exit_code=Interrupted.exit_code, step=progress.step)
@@ -323,6 +334,7 @@ def _evaluate(run: Run, session: _Session, progress: Progress) -> None:
     seconds = time.perf_counter() - started
     log_line(f"step {progress.step}: eval_loss {loss:.4f} ({seconds:.1f} s)", is_main=run.runtime.is_main)
     _write_metrics(run, session, {"step": progress.step, "eval_loss": loss})
+    session.saver.evaluated(progress, loss)
 
 
 # Seeing it
@@ -385,6 +397,18 @@ def _find_start(config: Config, runtime: Runtime, output_dir: Path) -> Path | No
             fix="set another output_dir, set checkpoint.resume: auto, or move the newer checkpoints away",
         )
     return found
+
+
+def _facts(config: Config, data: TrainingData) -> dict[str, Any]:
+    """What a checkpoint says about its run besides tensors and progress."""
+    settings = config.to_dict()
+    digest = xxhash.xxh3_128(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
+    return {
+        "config": settings,
+        "digest of the config": digest,
+        "versions": _versions(),
+        **_unchangeable(config, data),
+    }
 
 
 def _unchangeable(config: Config, data: TrainingData) -> dict[str, Any]:

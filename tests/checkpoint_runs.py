@@ -137,7 +137,7 @@ def train_and_save(settings: dict[str, Any], total: int, save_after: int | None,
 
 def resume_and_train(settings: dict[str, Any], total: int) -> dict[str, Any]:
     """Go on from the newest checkpoint up to `total` steps, in new processes."""
-    from fsdp_trainer.checkpoint import find_checkpoint
+    from fsdp_trainer.checkpoint_search import find_checkpoint
 
     run = build(
         {**settings, "model": {**settings["model"], "init": "random"}}

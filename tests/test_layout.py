@@ -58,6 +58,7 @@ PARTS = {
     "export": "techniques",
     "config": "config",
     "run_folder": "base",
+    "run_lock": "base",
     "progress": "base",
     "units": "base",
     "errors": "base",

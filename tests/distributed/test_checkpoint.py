@@ -208,7 +208,7 @@ def fail_on_one_rank(settings: dict[str, Any], asynchronous: bool, failing: int)
     """Save, save again where one rank cannot write more than 4 KiB to a file, and save once more without the limit."""
     import torch.distributed as dist
 
-    from fsdp_trainer.checkpoint import find_checkpoint
+    from fsdp_trainer.checkpoint_search import find_checkpoint
     from fsdp_trainer.errors import CheckpointError
 
     run = runs.build(settings)
@@ -358,6 +358,10 @@ def _cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
+def _link(path: Path) -> None:
+    path.symlink_to(path.rename(path.parent.parent / "elsewhere"))
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no_metadata": (lambda path: (path / ".metadata").unlink(), ".metadata is missing"),
     "no_state": (lambda path: (path / "state.json").unlink(), "state.json is missing"),
@@ -365,9 +369,17 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty_state": (lambda path: (path / "state.json").write_text("{}"), "state.json cannot be read (KeyError"),
     "no_part": (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
     "cut_part": (lambda path: _cut(path / "__0_0.distcp"), "__0_0.distcp has"),
+    "foreign_file": (lambda path: (path / "__9_0.distcp").write_bytes(b""), "__9_0.distcp does not belong to it"),
+    "linked_part": (lambda path: _link(path / "__0_0.distcp"), "__0_0.distcp is no plain file"),
+    "edited_state": (
+        lambda path: (path / "state.json").write_text(
+            (path / "state.json").read_text().replace('"tokens_seen": 100', '"tokens_seen": 101')
+        ),
+        "its bytes do not fit its digest",
+    ),
     "newer_format": (
         lambda path: (path / "state.json").write_text(
-            (path / "state.json").read_text().replace('"format": 1', '"format": 9')
+            (path / "state.json").read_text().replace('"format": 2', '"format": 9')
         ),
         "format 9",
     ),
@@ -376,7 +388,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_folder_is_skipped_and_refused_by_path(damage: str, saved: Path, tmp_path: Path) -> None:
-    from fsdp_trainer.checkpoint_folder import find_damage
+    from fsdp_trainer.checkpoint_manifest import find_damage
 
     good, bad = tmp_path / "checkpoints" / "step-00000001", tmp_path / "checkpoints" / "step-00000002"
     shutil.copytree(saved, good)
@@ -393,7 +405,7 @@ def test_damaged_folder_is_skipped_and_refused_by_path(damage: str, saved: Path,
 def find(output_dir: str, explicit: str) -> tuple[str, list[str], str]:
     import torch.distributed as dist
 
-    from fsdp_trainer.checkpoint import find_checkpoint
+    from fsdp_trainer.checkpoint_search import find_checkpoint
     from fsdp_trainer.errors import CheckpointError
 
     dist.init_process_group("gloo")
@@ -430,7 +442,7 @@ def test_prune_keeps_the_newest_complete_ones(saved: Path, tmp_path: Path) -> No
     assert [int(path.name[5:]) for path in published(tmp_path)] == [100, 30, 10]
     went_back = tmp_path / "checkpoints" / "step-00000005"
     shutil.copytree(saved, went_back)
-    prune(tmp_path, keep_latest=1, just_saved=went_back)
+    prune(tmp_path, keep_latest=1, keep=[went_back])
     assert [int(path.name[5:]) for path in published(tmp_path)] == [100, 30, 5]
 
 

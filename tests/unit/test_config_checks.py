@@ -36,7 +36,6 @@ LATER = [
     {"optim.name": "paged_adamw_8bit"},
     {"optim.state_dtype": "bf16"},
     {"optim.offload_step": "device"},
-    {"checkpoint.keep_best": True},
     {"compile.enabled": True},
     {"profile.start": 10},
     {"rehearse": True},

@@ -1,0 +1,71 @@
+"""One run a folder: whoever writes to an output_dir holds a lock on it, and a second run is refused at once.
+
+The lock is the system's own (flock), which ends with the process that holds it, however that ends. On a file system
+without working locks between machines (some NFS mounts) it holds between the processes of one machine only.
+"""
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from fsdp_trainer.errors import FolderInUse
+from fsdp_trainer.run_folder import write_text_atomically
+
+LOCK_FILE, OWNER_FILE = ".lock", ".lock-owner.json"
+
+
+def lock_folder(output_dir: Path, *, log: Callable[[str], None]) -> FileLock:
+    """Take the lock on `output_dir`, making the folder if need be, and return it; `release()` gives it back.
+
+    FolderInUse when another process holds it, saying which. What a killed run left is taken over, with a line.
+    """
+    output_dir = Path(output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    lock, owner = FileLock(output_dir / LOCK_FILE), output_dir / OWNER_FILE
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise FolderInUse(
+            "Another run is writing to this output_dir.",
+            values=f"{output_dir}: {_describe(_read(owner))}",
+            fix="set another output_dir, or end that run first",
+        ) from error
+    if (before := _read(owner)) is not None:
+        log(f"took over {output_dir} from a run that did not end by itself: {_describe(before)}")
+    write_text_atomically(owner, json.dumps(_this_process()) + "\n")
+    return lock
+
+
+def unlock_folder(lock: FileLock) -> None:
+    """Give the lock back at the end of a run, whatever the end."""
+    Path(lock.lock_file).with_name(OWNER_FILE).unlink(missing_ok=True)
+    lock.release()
+
+
+def _this_process() -> dict[str, Any]:
+    return {"host": socket.gethostname(), "pid": os.getpid(), "boot": _boot_id()}
+
+
+def _boot_id() -> str | None:
+    # Without it a pid from before a restart of the machine would look like one of now.
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.is_file() else None
+
+
+def _read(owner: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(owner.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _describe(owner: dict[str, Any] | None) -> str:
+    if owner is None:  # the moment between the lock and its text
+        return "held by a process that has not said yet who it is"
+    return f"process {owner.get('pid')} on {owner.get('host')} (boot {owner.get('boot')})"

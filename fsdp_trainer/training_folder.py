@@ -1,0 +1,75 @@
+"""What a run asks of its folder before it writes there: that nobody else does, and that there is room."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock
+
+from fsdp_trainer.agreement import run_on_main
+from fsdp_trainer.checkpoint import checkpoint_bytes
+from fsdp_trainer.checkpoint_folder import published
+from fsdp_trainer.errors import ConfigError
+from fsdp_trainer.export import exported_bytes
+from fsdp_trainer.progress import log_line
+from fsdp_trainer.run import Run
+from fsdp_trainer.units import format_bytes
+
+
+@contextmanager
+def hold_folder(output_dir: Path) -> Iterator[None]:
+    """Keep other runs out of `output_dir` while the context is open. Rank 0 holds the lock, all ranks hear the outcome.
+
+    FolderInUse on every rank when another run is writing there.
+    """
+    from fsdp_trainer.run_lock import lock_folder, unlock_folder
+
+    held: list[FileLock] = []
+    run_on_main(lambda: held.append(lock_folder(output_dir, log=log_line)))
+    try:
+        yield
+    finally:
+        for lock in held:
+            unlock_folder(lock)
+
+
+def check_disk(run: Run, *, output_dir: Path, step: int, total_steps: int) -> None:
+    """Refuse a run whose checkpoints and export will not fit on the disk, on all ranks, before it takes a step.
+
+    A new checkpoint is written whole before an old one goes, so there is one more than is kept at the worst moment.
+    """
+    config = run.config
+    one = checkpoint_bytes(run.model, run.optimizer)
+    export = (
+        exported_bytes(run.model, dtype=config.export.dtype, hf_config=run.hf_config) if config.export.at_end else 0
+    )
+    kept = config.checkpoint.keep_latest + config.checkpoint.keep_best
+    to_come = saves_to_come(every_steps=config.checkpoint.every_steps, step=step, total_steps=total_steps)
+    if config.checkpoint.keep_best:  # each evaluation can be a new best one, which is saved
+        every = config.eval.every_steps or total_steps
+        to_come += saves_to_come(every_steps=every, step=step, total_steps=total_steps)
+
+    def check() -> None:
+        present = len(published(output_dir))
+        most = max(present, min(present + to_come, kept + 1))
+        needed = (most - present) * one + export
+        free = shutil.disk_usage(output_dir).free
+        if needed > free:
+            raise ConfigError(
+                "The disk has no room for what this run will write.",
+                values=f"{output_dir}: {format_bytes(free)} free, {format_bytes(needed)} needed: {most - present} more "
+                f"checkpoints of {format_bytes(one)} (checkpoint.keep_latest: {config.checkpoint.keep_latest}, and one "
+                f"more while the next is written) and a model of {format_bytes(export)}",
+                fix="make room, set output_dir on another disk, lower checkpoint.keep_latest, or set export.at_end: "
+                "false and export later",
+            )
+
+    run_on_main(check)
+
+
+def saves_to_come(*, every_steps: int, step: int, total_steps: int) -> int:
+    """Return how many checkpoints a run at `step` will still write, that of its end included."""
+    if step >= total_steps:
+        return 0
+    return total_steps // every_steps - step // every_steps + (total_steps % every_steps != 0)
