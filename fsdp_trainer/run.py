@@ -15,14 +15,13 @@ from torch import nn
 from fsdp_trainer.activation_checkpointing import apply_activation_checkpointing
 from fsdp_trainer.config import Config, OptimConfig
 from fsdp_trainer.launch_profile import check_layer_class
+from fsdp_trainer.loading import initialize_randomly, load_weights
 from fsdp_trainer.loss import attach_loss, find_logit_transform
 from fsdp_trainer.model import (
     ModelParts,
     build_meta_model,
     find_parts,
-    initialize_randomly,
     load_hf_config,
-    load_weights,
     materialize_parameters,
     place_buffers,
 )
