@@ -3,8 +3,9 @@
 No rank ever holds the whole model: parameters are born on the meta device and sharded there; loading.py fills them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -41,12 +42,6 @@ def load_hf_config(path: str, *, revision: str | None = None, trust_remote_code:
             values=f"model.path: {path} ({str(error).splitlines()[0]})",
             fix="set model.path to a folder with config.json and safetensors, or to a hub id that can be reached",
         ) from error
-    if getattr(config, "output_router_logits", False):
-        raise ConfigError(
-            "The router loss of mixture-of-experts models comes later.",
-            values=f"output_router_logits: true in {path}",
-            fix="set output_router_logits to false in the model's config.json",
-        )
     return config
 
 
@@ -104,6 +99,40 @@ def _find_layers(decoder: nn.Module | None, count: int) -> tuple[nn.Module, ...]
     lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
     by_size = sorted(lists, key=lambda found: -sum(p.numel() for p in found.parameters()))
     return tuple(by_size[0]) if by_size else None
+
+
+def apply_freezing(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
+    """Stop the gradients of the parameters that `patterns` name, before sharding; return the names of all frozen ones.
+
+    A pattern is a shell pattern (* ? [...]) for a whole parameter name as in the checkpoint's model, or for a module,
+    whose parameters it then covers. A tied weight has two names and is one parameter: naming either freezes both.
+    ConfigError for a pattern that matches nothing, and when nothing would be left to train.
+    """
+    unmatched = []
+    for pattern in patterns:
+        found = [
+            parameter
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+        ]
+        for parameter in found:
+            parameter.requires_grad_(False)
+        unmatched += [] if found else [pattern]
+    names = [name for name, _ in model.named_parameters()]
+    if unmatched:
+        raise ConfigError(
+            "A pattern of frozen parameters matches none.",
+            values=f"model.freeze: {unmatched}; the parameters are {', '.join(names[:4])} ... {names[-1]}",
+            fix="use whole names with * for what varies, such as model.embed_tokens or model.layers.0.*",
+        )
+    frozen = tuple(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
+    if len(frozen) == len(names):
+        raise ConfigError(
+            "Every parameter is frozen, so nothing would train.",
+            values=f"model.freeze: {list(patterns)} matches all {len(names)} parameters",
+            fix="leave out a pattern of model.freeze",
+        )
+    return frozen
 
 
 def place_buffers(model: Any, place: Any) -> None:

@@ -56,6 +56,7 @@ PARTS = {
     "activation_checkpointing": "techniques",
     "attention": "techniques",
     "loss": "techniques",
+    "router_loss": "techniques",
     "optim": "techniques",
     "data": "techniques",
     "checkpoint": "techniques",
