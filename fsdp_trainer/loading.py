@@ -123,8 +123,7 @@ def plan_loading(model: Any, folder: Path) -> LoadingPlan:
         elif alias in pieces:
             pieces[first] = pieces[alias]
     _check_names(model, folder, missing=sorted(targets.keys() - pieces.keys()), unexpected=unexpected)
-    for name, piece in pieces.items():
-        _check_shape(name, piece.shape, shapes[name], folder)
+    _check_shapes({name: (piece.shape, shapes[name]) for name, piece in pieces.items()}, folder)
     return LoadingPlan(pieces, ties)
 
 
@@ -255,17 +254,18 @@ def _check_names(model: Any, folder: Path, *, missing: Sequence[str], unexpected
     )
 
 
-def _check_shape(name: str, stored: tuple[int, ...], expected: tuple[int, ...], folder: Path) -> None:
-    if stored == expected:
+def _check_shapes(shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], folder: Path) -> None:
+    """Compare the shape stored with the one in the model, for every name."""
+    wrong = {name: pair for name, pair in shapes.items() if pair[0] != pair[1]}
+    if not wrong:
         return
-    rows_differ = (
-        len(stored) == 2 and stored[1:] == expected[1:] and ("embed" in name or "head" in name or "wte" in name)
-    )
+    shown = [f"{name}: {list(stored)} stored, {list(here)} in the model" for name, (stored, here) in wrong.items()]
+    tables = [stored[0] for stored, here in wrong.values() if len(stored) == len(here) == 2 and stored[1] == here[1]]
     raise _refusal(
         "A tensor has another shape than the model.",
-        f"{name} in {folder}: {list(stored)} stored, {list(expected)} in the model",
-        f"where this is a table of tokens that was grown or padded, set vocab_size: {stored[0]} in config.json"
-        if rows_differ
+        f"{folder}: {'; '.join(shown[:3])} ({len(wrong)})",
+        f"where these are tables of tokens that were grown or padded, set vocab_size: {tables[0]} in config.json"
+        if len(tables) == len(wrong)
         else _CLEAN,
     )
 

@@ -37,10 +37,13 @@ def load_hf_config(path: str, *, revision: str | None = None, trust_remote_code:
     try:
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
+        fix = "set model.path to a folder with config.json and safetensors, or to a hub id that can be reached"
+        if "custom code" in str(error):
+            fix = "read that code, then set model.trust_remote_code: true and, on the hub, model.revision to a commit"
         raise ConfigError(
             "The model's config cannot be read.",
             values=f"model.path: {path} ({str(error).splitlines()[0]})",
-            fix="set model.path to a folder with config.json and safetensors, or to a hub id that can be reached",
+            fix=fix,
         ) from error
     return config
 

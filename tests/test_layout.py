@@ -48,6 +48,8 @@ PARTS = {
     "signals": "techniques",
     "patches": "techniques",
     "model": "techniques",
+    "model_card": "techniques",
+    "offline_export": "training",
     "loading": "techniques",
     "pieces": "techniques",
     "weight_files": "techniques",

@@ -117,7 +117,7 @@ def train_save_resume_export(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_resume_and_export(model_folder: ModelFolder, tmp_path: Path) -> None:
-    """Reports 28 and F: no state of frozen parameters is saved, resuming is bitwise, the export holds them unchanged."""
+    """Report 28: no state of frozen parameters is saved, resuming is bitwise, the export has them unchanged."""
     model = model_folder("llama")
     settings = settings_for(model, tmp_path, LAYER_0)
     got = run_ranks(train_save_resume_export, 2, settings)[0]
