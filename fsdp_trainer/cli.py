@@ -13,7 +13,7 @@ import typer
 
 from fsdp_trainer.config import Config
 from fsdp_trainer.config_reading import check_command_flags
-from fsdp_trainer.errors import FsdpTrainerError
+from fsdp_trainer.errors import ConfigError, FsdpTrainerError
 from fsdp_trainer.launch import launch
 from fsdp_trainer.progress import log_error
 
@@ -52,6 +52,23 @@ def train(
     settings = Config.load(config, context.args)
     arguments = ["--config", str(config)] if config is not None else []
     raise typer.Exit(launch(settings, arguments=[*arguments, *context.args], profile=profile, processes=processes))
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="Run folder (its newest checkpoint), or one checkpoint.", metavar="RUN")],
+    out: Annotated[Path, typer.Option(help="New folder to write.", metavar="DIR")],
+    dtype: Annotated[
+        str | None, typer.Option(help="fp32, bf16 or fp16; default the run's export.dtype.", metavar="DTYPE")
+    ] = None,
+) -> None:
+    """Write a checkpoint as a Hugging Face folder: without the training processes, in one process on the CPU."""
+    if dtype not in (None, "fp32", "bf16", "fp16"):
+        raise ConfigError("This dtype cannot be exported.", values=f"--dtype {dtype}", fix="use fp32, bf16 or fp16")
+    # Imported here: help and errors about settings answer without torch.
+    from fsdp_trainer.offline_export import export_checkpoint
+
+    export_checkpoint(run, out, dtype=dtype)
 
 
 @app.command()

@@ -50,7 +50,6 @@ def _no_effect(config: "Config", path: str, *, because: str, fix: str, others: t
 
 # Settings of the contract whose technique is not there yet: name, which values, what to set until then.
 _LATER: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("model.freeze", lambda value: value != (), "model.freeze: []"),
     ("data.columns", lambda value: value != {}, "data.columns: {} and rename the keys in the file"),
     (
         "data.format",

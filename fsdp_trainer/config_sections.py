@@ -89,8 +89,10 @@ class ModelConfig(Section):
     )
     freeze: Texts = Field(
         default=(),
-        description="Name patterns of parameters that do not train. A frozen parameter saves its gradient and its "
-        "optimizer state (12 of 16 bytes with AdamW in bf16). Comes later; only [] is accepted now.",
+        description="Parameters that do not train: shell patterns (* ? [...]) for whole parameter names, or for "
+        "modules and so for all in them, such as model.embed_tokens or model.layers.[0-3]. A frozen parameter saves "
+        "its gradient and its optimizer state (12 of 16 bytes with AdamW in bf16). A head tied to a frozen embedding "
+        "is frozen with it. A pattern that matches nothing is an error.",
     )
     trust_remote_code: bool = Field(
         default=False,

@@ -18,16 +18,19 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_trainer.agreement import is_main, run_on_main
+from fsdp_trainer.conversions import ExportGroup, architecture_of, plan_export, to_checkpoint
 from fsdp_trainer.errors import CheckpointError
 from fsdp_trainer.model import named_weights
+from fsdp_trainer.model_card import CARD
+from fsdp_trainer.weight_files import INDEX, SAFETENSORS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_FILE_BYTES = 5 * 10**9  # what hubs and readers expect of one file, and what rank 0 holds at once
-INDEX_FILE = "model.safetensors.index.json"
+INDEX_FILE = SAFETENSORS + INDEX
+Plan = Mapping[str, Sequence[ExportGroup]]  # the groups of tensors in each file
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,10 @@ def export_model(
     dtype: str = "bf16",
     generation_config: Any = None,
     max_file_bytes: int = MAX_FILE_BYTES,
+    card: str | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> ExportedModel:
-    """Write `model` to `folder` as safetensors, config, generation config, tokenizer and chat template.
+    """Write `model` to `folder` as safetensors, config, generation config, tokenizer, chat template and `card`.
 
     All ranks call it, with the weights sharded; rank 0 writes, and all raise CheckpointError when it fails. `hf_config`
     is the source's config as it was before training (`use_cache` stays what it says there); only dtype, architectures
@@ -59,47 +63,47 @@ def export_model(
     the weights were trained in rounds small updates away. An earlier folder is replaced when the new one is whole.
     """
     folder = Path(folder)
-    target_dtype = _resolve_dtype(dtype, hf_config, model)
-    weights = _exported_weights(model)
-    plan = _plan_files(weights, dtype=target_dtype, max_bytes=max_file_bytes)
-    part = _unfinished(folder)
-    _on_main(lambda: _make_empty(part), folder, process_group)
-    for file, names in plan.items():
-        tensors = _gather(weights, names, dtype=target_dtype, keep=is_main(process_group))
-        _on_main(lambda file=file, tensors=tensors: _write_file(part / file, tensors), folder, process_group)
-        del tensors
-    config = _exported_config(hf_config, model, target_dtype)
+    target_dtype = resolve_dtype(dtype, hf_config, model)
+    weights = exported_weights(model)
+    plan = plan_files(plan_export(model, weights), dtype=target_dtype, max_bytes=max_file_bytes)
+    part = unfinished(folder)
+    _on_main(lambda: make_empty(part), folder, process_group)
+    for file, groups in plan.items():
+        kept = [_gather(weights, group.names, dtype=target_dtype, keep=is_main(process_group)) for group in groups]
+        _on_main(lambda file=file, kept=kept: write_file(part / file, converted(model, kept)), folder, process_group)
+        del kept
+    config = exported_config(hf_config, model, target_dtype)
     generation_config = generation_config or getattr(model, "generation_config", None)
-    total = sum(_bytes(tensor, target_dtype) for tensor in weights.values())
 
     def finish() -> None:
-        _write_index(part, plan, weights, total_bytes=total)
-        _write_sides(part, config, generation_config, tokenizer)
-        _check_written(part, plan, weights, dtype=target_dtype)
-        _replace(folder, part)
+        write_index(part, plan, dtype=target_dtype)
+        write_sides(part, config, generation_config, tokenizer, card)
+        replace_folder(folder, part)
 
     _on_main(finish, folder, process_group)
-    return ExportedModel(folder, target_dtype, tuple(plan), total)
+    return ExportedModel(folder, target_dtype, tuple(plan), total_bytes(plan, target_dtype))
 
 
 def _on_main(action: Callable[[], None], folder: Path, process_group: dist.ProcessGroup | None) -> None:
     """Run `action` on rank 0; a failure of disk or library becomes one CheckpointError on every rank."""
-
-    def guarded() -> None:
-        try:
-            action()
-        except Exception as error:
-            shutil.rmtree(_unfinished(folder), ignore_errors=True)
-            raise CheckpointError(
-                "The trained model could not be written; an earlier folder is as it was.",
-                values=f"{folder}: {type(error).__name__}: {error}",
-                fix="make room or give write access in output_dir, then resume: only the export is done again",
-            ) from error
-
-    run_on_main(guarded, process_group=process_group)
+    run_on_main(lambda: guarded(action, folder), process_group=process_group)
 
 
-def _unfinished(folder: Path) -> Path:
+def guarded(action: Callable[[], None], folder: Path) -> None:
+    """Run a part of an export; when it fails, clean up what was written so far and say so in our own error."""
+    try:
+        action()
+    except Exception as error:
+        shutil.rmtree(unfinished(folder), ignore_errors=True)
+        raise CheckpointError(
+            "The trained model could not be written; an earlier folder is as it was.",
+            values=f"{folder}: {type(error).__name__}: {error}",
+            fix="make room or give write access there, then start again: only the export is done again",
+        ) from error
+
+
+def unfinished(folder: Path) -> Path:
+    """Return the name that the folder has until it is whole."""
     return folder.with_name(f".{folder.name}.tmp")
 
 
@@ -112,36 +116,57 @@ def exported_bytes(model: nn.Module, *, dtype: str, hf_config: Any) -> int:
 # What is written
 
 
-def _resolve_dtype(dtype: str, hf_config: Any, model: nn.Module) -> torch.dtype:
+def resolve_dtype(dtype: str, hf_config: Any, model: nn.Module) -> torch.dtype:
+    """Return the dtype that auto (the source's), fp32, bf16 or fp16 names."""
     if dtype != "auto":
         return DTYPES[dtype]
     source = getattr(hf_config, "dtype", None) or next(model.parameters()).dtype
     return source if isinstance(source, torch.dtype) else getattr(torch, str(source).removeprefix("torch."))
 
 
-def _exported_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+def exported_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return what is written of a model, by its names in the model: a tied tensor once."""
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     return {name: tensor for name, tensor in named_weights(model).items() if name not in ignored}
+
+
+def plan_files(
+    groups: Sequence[ExportGroup], *, dtype: torch.dtype, max_bytes: int
+) -> dict[str, tuple[ExportGroup, ...]]:
+    """Return which file holds which tensors, in order, each of at most `max_bytes` unless one group is larger."""
+    parts: list[list[ExportGroup]] = [[]]
+    filled = 0
+    for group in groups:
+        size = sum(_bytes(tensor, dtype) for tensor in group.written.values())
+        if parts[-1] and filled + size > max_bytes:
+            parts.append([])
+            filled = 0
+        parts[-1].append(group)
+        filled += size
+    if len(parts) == 1:
+        return {SAFETENSORS: tuple(parts[0])}
+    return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": tuple(part) for i, part in enumerate(parts, start=1)}
+
+
+def total_bytes(plan: Plan, dtype: torch.dtype) -> int:
+    """Return the bytes of all tensors as written."""
+    return sum(_bytes(tensor, dtype) for tensor in _written(plan).values())
+
+
+def _written(plan: Plan) -> dict[str, torch.Tensor]:
+    return {name: tensor for groups in plan.values() for group in groups for name, tensor in group.written.items()}
 
 
 def _bytes(tensor: torch.Tensor, dtype: torch.dtype) -> int:
     return tensor.numel() * (dtype if tensor.is_floating_point() else tensor.dtype).itemsize
 
 
-def _plan_files(weights: Mapping[str, torch.Tensor], *, dtype: torch.dtype, max_bytes: int) -> dict[str, list[str]]:
-    """Return which file holds which tensors, in order, each of at most `max_bytes` unless one tensor is larger."""
-    parts: list[list[str]] = [[]]
-    filled = 0
-    for name, tensor in weights.items():
-        size = _bytes(tensor, dtype)
-        if parts[-1] and filled + size > max_bytes:
-            parts.append([])
-            filled = 0
-        parts[-1].append(name)
-        filled += size
-    if len(parts) == 1:
-        return {"model.safetensors": parts[0]}
-    return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": names for i, names in enumerate(parts, start=1)}
+def converted(model: nn.Module, gathered: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return the tensors of one file as a checkpoint has them; `gathered` (one entry a group) is emptied meanwhile."""
+    tensors: dict[str, torch.Tensor] = {}
+    while gathered:
+        tensors |= {name: tensor.contiguous() for name, tensor in to_checkpoint(model, gathered.pop(0)).items()}
+    return tensors
 
 
 @torch.no_grad()
@@ -168,11 +193,11 @@ def _whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]  # a DTensor still
 
 
-def _exported_config(hf_config: Any, model: nn.Module, dtype: torch.dtype) -> Any:
+def exported_config(hf_config: Any, model: nn.Module, dtype: torch.dtype) -> Any:
+    """Return the source's config with dtype, architectures and tie as they are in the weights."""
     config = copy.deepcopy(hf_config)
     config.dtype = dtype
-    # fully_shard gives the model a class of its own, FSDP<name>, whose first other base is the architecture.
-    config.architectures = [next(c.__name__ for c in type(model).__mro__ if not issubclass(c, FSDPModule))]
+    config.architectures = [architecture_of(model).__name__]
     tied = _is_tied(model)
     # The tie is what the tensors say: a head that came apart is written, and a flag left on would drop it on loading.
     if tied is not None and tied != getattr(config, "tie_word_embeddings", False):
@@ -189,69 +214,58 @@ def _is_tied(model: Any) -> bool | None:
 # Rank 0's files
 
 
-def _make_empty(part: Path) -> None:
+def make_empty(part: Path) -> None:
+    """Make the unfinished folder anew."""
     if part.exists():
         shutil.rmtree(part)
     part.mkdir(parents=True)
 
 
-def _write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write one file of weights and compare every bit of it, read again, with what was meant."""
     save_file(tensors, path, metadata={"format": "pt"})
     _sync(path)
+    with safe_open(path, framework="pt") as opened:
+        if set(opened.keys()) != tensors.keys():
+            raise OSError(f"{path.name} holds other tensors than were written")
+        for name, tensor in tensors.items():
+            if not _same_bits(opened.get_tensor(name), tensor):
+                raise OSError(f"{name} in {path.name} is not what was written")
 
 
-def _write_index(
-    part: Path, plan: Mapping[str, Sequence[str]], weights: Mapping[str, torch.Tensor], *, total_bytes: int
-) -> None:
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    # As bytes: a NaN would differ from itself.
+    return torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
+
+
+def write_index(part: Path, plan: Plan, *, dtype: torch.dtype) -> None:
+    """Write the table of names and files, where there are several files."""
     if len(plan) == 1:
         return
-    parameters = sum(tensor.numel() for tensor in weights.values())
+    names = {name: file for file, groups in plan.items() for group in groups for name in group.written}
+    parameters = sum(tensor.numel() for tensor in _written(plan).values())
     index = {
-        "metadata": {"total_parameters": parameters, "total_size": total_bytes},
-        "weight_map": {name: file for file, names in plan.items() for name in names},
+        "metadata": {"total_parameters": parameters, "total_size": total_bytes(plan, dtype)},
+        "weight_map": names,
     }
     (part / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _write_sides(part: Path, config: Any, generation_config: Any, tokenizer: Any) -> None:
+def write_sides(part: Path, config: Any, generation_config: Any, tokenizer: Any, card: str | None) -> None:
+    """Write what a model folder holds besides weights: config, generation config, tokenizer and template, card."""
     config.save_pretrained(part)
     if generation_config is not None:
         # Not save_pretrained, which refuses combinations that some published models ship with.
         generation_config.to_json_file(part / "generation_config.json")
     if tokenizer is not None:
         tokenizer.save_pretrained(part)
+    if card is not None:
+        (part / CARD).write_text(card, encoding="utf-8")
 
 
-def _check_written(
-    part: Path, plan: Mapping[str, Sequence[str]], weights: Mapping[str, torch.Tensor], *, dtype: torch.dtype
-) -> None:
-    """Re-open every weight file and compare names, shapes and dtypes with what was meant to be in it."""
-    for file, names in plan.items():
-        with safe_open(part / file, framework="pt") as opened:
-            if set(opened.keys()) != set(names):
-                raise OSError(f"{file} holds other tensors than were written")
-            for name in names:
-                written = opened.get_slice(name)
-                expected = dtype if weights[name].is_floating_point() else weights[name].dtype
-                if written.get_shape() != list(weights[name].shape) or _DTYPE_NAMES[written.get_dtype()] != expected:
-                    raise OSError(f"{name} in {file} has another shape or dtype than was written")
-
-
-_DTYPE_NAMES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-
-
-def _replace(folder: Path, part: Path) -> None:
+def replace_folder(folder: Path, part: Path) -> None:
     """Give `part` the name `folder`; what had it is moved aside first and deleted last."""
     for path in [*part.iterdir(), part]:
         _sync(path)

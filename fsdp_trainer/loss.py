@@ -14,6 +14,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from fsdp_trainer.attention import Documents
 from fsdp_trainer.errors import ConfigError
+from fsdp_trainer.router_loss import RouterLoss, check_router_logits
 
 # Elements of one chunk's logits: 2**26 fp32 values are 256 MiB, small beside any layer's gathered weights, and large
 # enough that the matrix product is not starved (1365 positions of a 49k vocabulary, 441 of a 152k one).
@@ -162,8 +163,11 @@ def attach_loss(
     transform: LogitTransform,
     kind: str,
     chunk_tokens: int | None,
+    router_loss: RouterLoss | None = None,
 ) -> None:
     """Let `model(..., supervision=...)` return (scaled loss, summed loss) and leave every other call as it was.
+
+    The scaled loss has the router loss in it while training, the summed one never; see [Note: router loss].
 
     Both forwards are changed on the instances, so names, state dicts and `generate` are untouched, and FSDP's hooks
     (on the module call) gather the head's weight around the loss.
@@ -187,10 +191,15 @@ def attach_loss(
             chunk_tokens=chunk_tokens,
         )
 
-    def forward_model(*args: Any, supervision: Supervision | None = None, document_ids=None, **kwargs: Any):
+    def forward_model(
+        *args: Any, supervision: Supervision | None = None, document_ids=None, lengths=None, **kwargs: Any
+    ):
         if supervision is None:
             return model_forward(*args, **kwargs)
         documents = Documents(document_ids)
+        balances = router_loss is not None and model.training
+        if router_loss is not None:
+            kwargs["output_router_logits"] = balances
         # No cache while training: inside a checkpointed layer it would be appended to twice.
         outputs = decoder(*args, use_cache=False, documents=documents, **kwargs)
         if not documents.reached_attention:
@@ -200,7 +209,12 @@ def attach_loss(
                 values="its decoder ran without calling the attention of this trainer",
                 fix="use another architecture, or report this one",
             )
-        return head(outputs.last_hidden_state, supervision=supervision)
+        scaled, total = head(outputs.last_hidden_state, supervision=supervision)
+        if router_loss is not None and balances and supervision.positions.numel():
+            width = outputs.last_hidden_state.shape[1]
+            value = router_loss.compute(check_router_logits(outputs), lengths=lengths, width=width)
+            scaled = scaled + value * (supervision.scale * supervision.positions.numel())
+        return scaled, total
 
     head.forward, model.forward = forward_head, forward_model
 

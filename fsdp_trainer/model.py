@@ -1,28 +1,23 @@
-"""Build a Hugging Face causal LM without weights, find its parts, and fill each rank's shards from safetensors.
+"""Build a Hugging Face causal LM without weights and find its parts.
 
-No rank ever holds the whole model: parameters are born on the meta device, sharded there, and each rank reads only
-its own slices.
+No rank ever holds the whole model: parameters are born on the meta device and sharded there; loading.py fills them.
 """
 
-import json
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from safetensors import safe_open
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from fsdp_trainer.attention import choose_attention
-from fsdp_trainer.errors import CheckpointError, ConfigError
+from fsdp_trainer.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -42,17 +37,14 @@ def load_hf_config(path: str, *, revision: str | None = None, trust_remote_code:
     try:
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
+        fix = "set model.path to a folder with config.json and safetensors, or to a hub id that can be reached"
+        if "custom code" in str(error):
+            fix = "read that code, then set model.trust_remote_code: true and, on the hub, model.revision to a commit"
         raise ConfigError(
             "The model's config cannot be read.",
             values=f"model.path: {path} ({str(error).splitlines()[0]})",
-            fix="set model.path to a folder with config.json and safetensors, or to a hub id that can be reached",
+            fix=fix,
         ) from error
-    if getattr(config, "output_router_logits", False):
-        raise ConfigError(
-            "The router loss of mixture-of-experts models comes later.",
-            values=f"output_router_logits: true in {path}",
-            fix="set output_router_logits to false in the model's config.json",
-        )
     return config
 
 
@@ -112,6 +104,40 @@ def _find_layers(decoder: nn.Module | None, count: int) -> tuple[nn.Module, ...]
     return tuple(by_size[0]) if by_size else None
 
 
+def apply_freezing(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
+    """Stop the gradients of the parameters that `patterns` name, before sharding; return the names of all frozen ones.
+
+    A pattern is a shell pattern (* ? [...]) for a whole parameter name as in the checkpoint's model, or for a module,
+    whose parameters it then covers. A tied weight has two names and is one parameter: naming either freezes both.
+    ConfigError for a pattern that matches nothing, and when nothing would be left to train.
+    """
+    unmatched = []
+    for pattern in patterns:
+        found = [
+            parameter
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+        ]
+        for parameter in found:
+            parameter.requires_grad_(False)
+        unmatched += [] if found else [pattern]
+    names = [name for name, _ in model.named_parameters()]
+    if unmatched:
+        raise ConfigError(
+            "A pattern of frozen parameters matches none.",
+            values=f"model.freeze: {unmatched}; the parameters are {', '.join(names[:4])} ... {names[-1]}",
+            fix="use whole names with * for what varies, such as model.embed_tokens or model.layers.0.*",
+        )
+    frozen = tuple(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
+    if len(frozen) == len(names):
+        raise ConfigError(
+            "Every parameter is frozen, so nothing would train.",
+            values=f"model.freeze: {list(patterns)} matches all {len(names)} parameters",
+            fix="leave out a pattern of model.freeze",
+        )
+    return frozen
+
+
 def place_buffers(model: Any, place: Any) -> None:
     """Move every buffer with `place(tensor)`; FSDP neither shards nor casts buffers."""
     for module in model.modules():
@@ -129,70 +155,6 @@ def materialize_parameters(model: Any, device: torch.device) -> None:
     model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
 
 
-def initialize_randomly(model: Any, hf_config: Any, *, seed: int, trust_remote_code: bool = False) -> None:
-    """Fill the shards with the architecture's own random initialisation, the same for every world size.
-
-    Each rank builds the whole model once on the host and keeps its slices: meant for tests and benchmarks.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        whole = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, trust_remote_code=trust_remote_code)
-    source = dict(whole.named_parameters())
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            _copy_slice(parameter, source[name].detach())
-
-
-def load_weights(model: Any, path: str | Path) -> None:
-    """Fill each rank's shards from the folder's safetensors, reading only the slices this rank owns.
-
-    Values are cast to the parameter's dtype. CheckpointError names tensors that are missing, unexpected or of another
-    shape: none of them may be guessed.
-    """
-    folder = Path(path)
-    files = _tensor_files(folder)
-    prefix = model.base_model_prefix + "."
-    targets = named_weights(model)
-    renamed = {_stored_name(name, files, prefix): target for name, target in targets.items()}
-    _check_names(renamed, files, model, folder, prefix)
-    by_file: dict[Path, list[str]] = {}
-    for stored in renamed:
-        by_file.setdefault(files[stored], []).append(stored)
-    with torch.no_grad():
-        for file, names in sorted(by_file.items()):
-            with safe_open(file, framework="pt") as opened:
-                for name in names:
-                    _check_shape(name, opened.get_slice(name).get_shape(), renamed[name], file)
-                    _copy_slice(renamed[name], opened.get_slice(name))
-
-
-def _stored_name(name: str, files: Mapping[str, Path], prefix: str) -> str:
-    """Return `name` as the checkpoint spells it: some were saved from the bare decoder, without its prefix."""
-    if name not in files and name.removeprefix(prefix) in files:
-        return name.removeprefix(prefix)
-    return name
-
-
-def _tensor_files(folder: Path) -> dict[str, Path]:
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.is_file():
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        outside = [file for file in weight_map.values() if Path(file).name != file]
-        if outside:
-            raise CheckpointError(
-                "The weight index points outside its folder.", values=f"{index}: {outside[0]}", fix="use a clean copy"
-            )
-        return {name: folder / file for name, file in weight_map.items()}
-    if single.is_file():
-        with safe_open(single, framework="pt") as opened:
-            return dict.fromkeys(opened.keys(), single)
-    raise CheckpointError(
-        "The model folder holds no safetensors.",
-        values=f"{folder}: neither model.safetensors nor model.safetensors.index.json",
-        fix="set model.path to a folder saved with save_pretrained, or model.init: random to start without weights",
-    )
-
-
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters (a tied one once, under its first name) and persistent buffers, by their names in the model."""
     named: dict[str, torch.Tensor] = dict(model.named_parameters())
@@ -207,47 +169,3 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield (f"{prefix}.{name}" if prefix else name), buffer
-
-
-def _check_names(
-    targets: Mapping[str, torch.Tensor], files: Mapping[str, Path], model: Any, folder: Path, prefix: str
-) -> None:
-    missing = sorted(set(targets) - set(files))
-    tied = {name for name in _all_parameter_names(model) if name not in targets}
-    ignorable = [re.compile(p) for p in (getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])]
-    ignorable.append(re.compile(r"rotary_emb\.inv_freq$"))
-    unexpected = sorted(
-        name
-        for name in set(files) - set(targets) - tied
-        if prefix + name not in tied and not any(pattern.search(name) for pattern in ignorable)
-    )
-    if missing or unexpected:
-        raise CheckpointError(
-            "The weights do not belong to this model.",
-            values=f"{folder}: missing {missing[:5]} ({len(missing)}), unexpected {unexpected[:5]} ({len(unexpected)})",
-            fix="use the config.json and the safetensors of one and the same model",
-        )
-
-
-def _all_parameter_names(model: Any) -> Iterator[str]:
-    return (name for name, _ in model.named_parameters(remove_duplicate=False))
-
-
-def _check_shape(name: str, stored: list[int], target: torch.Tensor, file: Path) -> None:
-    if list(stored) != list(target.shape):
-        raise CheckpointError(
-            "A tensor has another shape than the model.",
-            values=f"{name} in {file}: {list(stored)} stored, {list(target.shape)} in the model",
-            fix="use the config.json and the safetensors of one and the same model",
-        )
-
-
-def _copy_slice(target: torch.Tensor, source: Any) -> None:
-    """Copy this rank's part of `source` (a tensor or a safetensors slice) into `target`."""
-    if not isinstance(target, DTensor):
-        target.copy_(source[:] if target.dim() else source[...])
-        return
-    shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
-    local = target.to_local()
-    if local.numel():
-        local.copy_(source[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))])

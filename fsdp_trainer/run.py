@@ -4,6 +4,7 @@ Training, planning and the tests all call `build_run`; on a simulated runtime th
 """
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,19 @@ from torch import nn
 from fsdp_trainer.activation_checkpointing import apply_activation_checkpointing
 from fsdp_trainer.config import Config, OptimConfig
 from fsdp_trainer.launch_profile import check_layer_class
+from fsdp_trainer.loading import initialize_randomly, load_weights
 from fsdp_trainer.loss import attach_loss, find_logit_transform
 from fsdp_trainer.model import (
     ModelParts,
+    apply_freezing,
     build_meta_model,
     find_parts,
-    initialize_randomly,
     load_hf_config,
-    load_weights,
     materialize_parameters,
     place_buffers,
 )
 from fsdp_trainer.optim.adamw import build_adamw
+from fsdp_trainer.router_loss import find_router_loss
 from fsdp_trainer.runtime import Runtime, check_precision
 from fsdp_trainer.sharding import COMPUTE_DTYPES, Sharding, apply_sharding, build_mesh, strategy_name
 from fsdp_trainer.units import format_bytes, format_count
@@ -71,26 +73,35 @@ def build_run(config: Config, runtime: Runtime, *, load: bool = True) -> Run:
     check_layer_class(runtime.launched_with, type(parts.layers[0]).__name__)
     # 3. The loss replaces the head's forward before FSDP hooks the modules, so that the weight is whole around it.
     transform = find_logit_transform(model, decoder=parts.decoder, head=parts.head, hf_config=model.config)
-    attach_loss(model, decoder=parts.decoder, head=parts.head, transform=transform, **config.loss.model_dump())
-    # 4. Checkpointing before sharding: FSDP outside, so a layer is gathered once for recomputation and backward.
+    attach_loss(
+        model,
+        decoder=parts.decoder,
+        head=parts.head,
+        transform=transform,
+        router_loss=find_router_loss(model),
+        **config.loss.model_dump(),
+    )
+    # 4. Freezing before sharding: FSDP plans gradients, and the optimizer its state, by what asks for them.
+    apply_freezing(model, config.model.freeze)
+    # 5. Checkpointing before sharding: FSDP outside, so a layer is gathered once for recomputation and backward.
     recomputed = apply_activation_checkpointing(
         parts.layers, mode=config.activation_checkpointing.mode, every_n=config.activation_checkpointing.every_n
     )
     with runtime.tensors():
-        # 5. Buffers are whole on every rank; FSDP expects them where it computes.
+        # 6. Buffers are whole on every rank; FSDP expects them where it computes.
         place_buffers(model, runtime.place)
-        # 6. Shard while on meta, then give only the shards memory.
+        # 7. Shard while on meta, then give only the shards memory.
         sharding = _shard(model, parts, config, runtime)
         materialize_parameters(model, torch.device("cpu") if sharding.offload_params else runtime.device)
         assert not parts.tied or parts.embedding.weight is parts.head.weight, "the tie was lost"
-        # 7. Values: a simulated run has none, a resumed one reads its checkpoint instead.
+        # 8. Values: a simulated run has none, a resumed one reads its checkpoint instead.
         if load and not runtime.simulated:
             _fill(model, hf_config, config)
-        # 8. The optimizer last: made before sharding it would hold parameters that are no longer the model's.
+        # 9. The optimizer last: made before sharding it would hold parameters that are no longer the model's.
         optimizer = _build_optimizer(model, config.optim)
         _prepare(runtime, model, optimizer)
         scaler = torch.amp.GradScaler(runtime.device.type) if config.precision == "fp16" else None
-        # 9. Dropout differs between ranks and is the same in every rerun; so is whatever else draws numbers.
+        # 10. Dropout differs between ranks and is the same in every rerun; so is whatever else draws numbers.
         set_seed(config.train.seed * 1_000_003 % 2**32 + runtime.rank)
     facts = _facts(config, runtime, model, len(parts.layers), recomputed, optimizer)
     return Run(config, runtime, model, optimizer, scaler, sharding, hf_config, facts)
@@ -155,7 +166,8 @@ def _facts(
     optimizer: torch.optim.Optimizer,
 ) -> tuple[str, ...]:
     total = sum(parameter.numel() for parameter in model.parameters())
-    local = sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in model.parameters())
+    local = _local_numel(model.parameters())
+    trained = _local_numel(p for p in model.parameters() if p.requires_grad)
     tensors = [(len(group["params"]), group["weight_decay"] > 0) for group in optimizer.param_groups]
     decayed, rest = (sum(count for count, decays in tensors if decays is wanted) for wanted in (True, False))
     decay = (
@@ -167,8 +179,18 @@ def _facts(
         f"model {config.model.path}: {format_count(total)} parameters, fp32 masters{compute}, fp32 reduction and loss",
         f"sharded {n_layers} decoder layers over {runtime.world_size} ranks ({strategy}"
         f"{', parameters offloaded to the host' if config.sharding.offload == 'params' else ''}): "
-        f"{format_bytes(4 * local)} of parameters, {format_bytes(12 * local)} of gradients and optimizer state a rank",
+        f"{format_bytes(4 * local)} of parameters, {format_bytes(12 * trained)} of gradients and optimizer state "
+        "a rank",
         f"activation checkpointing: {len(recomputed)} of {n_layers} decoder layers are recomputed",
         f"AdamW ({config.optim.implementation}): {decay}",
     ]
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    if frozen:
+        numel = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
+        shown = ", ".join(frozen[:3]) + (", ..." if len(frozen) > 3 else "")
+        lines.append(f"frozen: {format_count(numel)} parameters in {len(frozen)} tensors ({shown})")
     return tuple(lines)
+
+
+def _local_numel(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in parameters)

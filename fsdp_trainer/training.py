@@ -33,6 +33,7 @@ from fsdp_trainer.errors import ConfigError, FsdpTrainerError, Interrupted, NonF
 from fsdp_trainer.export import export_model
 from fsdp_trainer.launch import launch
 from fsdp_trainer.memory.measure import measure_memory
+from fsdp_trainer.model_card import format_model_card
 from fsdp_trainer.optim.schedule import learning_rate, warmup_length
 from fsdp_trainer.progress import log_line
 from fsdp_trainer.run import Run, build_run
@@ -434,6 +435,7 @@ def _finish(run: Run, session: _Session, progress: Progress) -> None:
             tokenizer=data.tokenizer,
             dtype=config.export.dtype,
             generation_config=data.generation_config,
+            card=format_model_card(config, progress=progress, versions=_versions(), dtype=config.export.dtype),
         )
         log_line(
             f"model: {exported.folder} ({exported.total_bytes / 2**30:.2f} GiB, {config.export.dtype})",

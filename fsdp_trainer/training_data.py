@@ -80,7 +80,7 @@ def load_training_data(config: Config, *, is_writer: bool, show: bool) -> Traini
         evaluation=prepared["eval"][0] if "eval" in prepared else None,
         reports=tuple((split, report) for split, (_, report) in prepared.items()),
         tokenizer=tokenizer,
-        generation_config=_load_generation_config(config.model),
+        generation_config=load_generation_config(config.model),
         pad_token_id=_pad_token_id(tokenizer),
         steps_per_epoch=steps_per_epoch(train.n_rows, global_batch_size=config.batch.global_batch_size),
         digest=_digest(train),
@@ -101,7 +101,8 @@ def load_tokenizer(model: ModelConfig) -> Any:
         ) from error
 
 
-def _load_generation_config(model: ModelConfig) -> GenerationConfig | None:
+def load_generation_config(model: ModelConfig) -> GenerationConfig | None:
+    """Load the model's generation config; None where it has none."""
     try:
         return GenerationConfig.from_pretrained(model.path, revision=model.revision or "main")
     except OSError:  # many models have none

@@ -49,6 +49,21 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 48, "dropout": 0.0}),
     "gemma": ("GemmaConfig", {"head_dim": 12, "tie_word_embeddings": True}),
     "mixtral": ("MixtralConfig", EXPERTS),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 12},
+    ),
+    "qwen3_moe_router": (
+        "Qwen3MoeConfig",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "head_dim": 12,
+            "output_router_logits": True,
+            "router_aux_loss_coef": 0.5,
+        },
+    ),
     "gpt_oss": ("GptOssConfig", {**EXPERTS, "head_dim": 12, "sliding_window": 8, "attention_dropout": 0.0}),
     "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}),
     "falcon": ("FalconConfig", {}),

@@ -29,6 +29,7 @@ class MicroBatch:
     document_ids: torch.Tensor | None  # int32 [batch, seq]
     supervised_positions: torch.Tensor  # int64 [n]: flat indices into batch * seq whose NEXT token is a target
     targets: torch.Tensor  # int64 [n]: the token to predict there
+    lengths: torch.Tensor | None = None  # int64 [batch]: real tokens of each row; None when there is no padding
 
 
 @dataclass(frozen=True)
@@ -123,9 +124,10 @@ def build_micro_batch(rows: Rows, indices: np.ndarray, *, seq_len: int, packing:
     position_ids = np.tile(np.arange(width, dtype=np.int64), (shape[0], 1))
     document_ids = np.zeros(shape, dtype=np.int32)
     targets_here = np.zeros(shape, dtype=bool)
+    lengths = np.zeros(shape[0], dtype=np.int64)
     next_id = 0
     for row, border in enumerate(borders):
-        length = int(border[-1] - border[0])
+        lengths[row] = length = int(border[-1] - border[0])
         input_ids[row, :length] = rows.tokens[border[0] : border[-1]]
         targets_here[row, : length - 1] = rows.supervised[border[0] + 1 : border[-1]]
         if one_document_rows:
@@ -142,6 +144,7 @@ def build_micro_batch(rows: Rows, indices: np.ndarray, *, seq_len: int, packing:
         document_ids=None if one_document_rows else torch.from_numpy(document_ids),
         supervised_positions=torch.from_numpy(positions),
         targets=torch.from_numpy(input_ids.reshape(-1)[positions + 1]),
+        lengths=torch.from_numpy(lengths),
     )
 
 

@@ -51,7 +51,7 @@ def test_help_answers_quickly() -> None:
         result = command("--help")
         seconds.append(time.monotonic() - started)
         assert result.returncode == 0
-        for name in ("train", "schema"):
+        for name in ("train", "export", "schema"):
             assert name in result.stdout
     assert min(seconds) < 1.0
 
@@ -67,6 +67,7 @@ def test_only_commands_that_exist_are_listed() -> None:
         command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback
     } == {
         "train",
+        "export",
         "schema",
     }
 
@@ -213,3 +214,9 @@ def test_public_names_load_on_first_use() -> None:
     assert {"Config", "finetune", "__version__"} <= set(dir(fsdp_trainer))
     with pytest.raises(AttributeError, match="nosuch"):
         fsdp_trainer.nosuch  # noqa: B018
+
+
+def test_export_refuses_an_unknown_dtype_before_anything_else(tmp_path: Path) -> None:
+    result = command("export", "run", "--out", str(tmp_path / "out"), "--dtype", "int8")
+    assert result.returncode == 2
+    assert "--dtype int8" in result.stderr and "fp32, bf16 or fp16" in result.stderr

@@ -23,7 +23,6 @@ def error_of(overrides: dict[str, Any]) -> str:
 
 
 LATER = [
-    {"model.freeze": ["embed"]},
     {"data.columns": {"prompt": "q"}},
     {"data.format": "alpaca"},
     {"data.format": "sharegpt"},

@@ -1,0 +1,194 @@
+"""Write a checkpoint of a run as a Hugging Face folder, long after its processes are gone: one process, on the CPU.
+
+Tensors are read from the checkpoint one at a time, so the host holds one file's worth of the export and one tensor.
+"""
+
+import copy
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
+
+from fsdp_trainer.checkpoint import find_checkpoint
+from fsdp_trainer.checkpoint_folder import STATE_FILE, Progress, read_state, refuse_damage
+from fsdp_trainer.config import Config
+from fsdp_trainer.conversions import plan_export
+from fsdp_trainer.data.chat import read_chat_template
+from fsdp_trainer.errors import CheckpointError, ConfigError, FsdpTrainerError
+from fsdp_trainer.export import (
+    DTYPES,
+    MAX_FILE_BYTES,
+    ExportedModel,
+    converted,
+    exported_config,
+    exported_weights,
+    guarded,
+    make_empty,
+    plan_files,
+    replace_folder,
+    total_bytes,
+    unfinished,
+    write_file,
+    write_index,
+    write_sides,
+)
+from fsdp_trainer.loading import plan_loading
+from fsdp_trainer.model import build_meta_model, load_hf_config
+from fsdp_trainer.model_card import format_model_card
+from fsdp_trainer.pieces import Piece
+from fsdp_trainer.progress import log_line
+from fsdp_trainer.run_folder import SETTINGS
+from fsdp_trainer.training_data import load_generation_config, load_tokenizer
+
+
+def export_checkpoint(
+    source: Path, out: Path, *, dtype: str | None = None, max_file_bytes: int = MAX_FILE_BYTES
+) -> ExportedModel:
+    """Write the checkpoint `source` (a run folder: its newest complete one) to the new folder `out`.
+
+    `dtype` is fp32, bf16 or fp16; None takes the run's `export.dtype`. Names, config and tokenizer come from the run's
+    own settings and the model it was trained from. CheckpointError or ConfigError for what cannot be read or written.
+    """
+    checkpoint, config = _find(Path(source))
+    _check_new(out)
+    dtype = dtype or config.export.dtype
+    hf_config = load_hf_config(
+        config.model.path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
+    )
+    model = build_meta_model(
+        copy.deepcopy(hf_config),
+        attention=config.model.attention,
+        dtype=torch.float32,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    read = _tensor_reader(checkpoint, model)
+    rounding = _Rounding(config, model, DTYPES[dtype])
+    weights = exported_weights(model)
+    plan = plan_files(plan_export(model, weights), dtype=DTYPES[dtype], max_bytes=max_file_bytes)
+    state = read_state(checkpoint)
+    progress = Progress(**state["progress"])
+    card = format_model_card(config, progress=progress, versions=state["facts"].get("versions", {}), dtype=dtype)
+    tokenizer = load_tokenizer(config.model)
+    tokenizer.chat_template = read_chat_template(config.data.chat_template, tokenizer=tokenizer)
+
+    def write() -> None:
+        part = unfinished(out)
+        make_empty(part)
+        for file, groups in plan.items():
+            kept = [{name: rounding.cast(name, read(name)) for name in group.names} for group in groups]
+            write_file(part / file, converted(model, kept))
+        write_index(part, plan, dtype=DTYPES[dtype])
+        generation = load_generation_config(config.model)
+        write_sides(part, exported_config(hf_config, model, DTYPES[dtype]), generation, tokenizer, card)
+        if out.exists():
+            out.rmdir()
+        replace_folder(out, part)
+
+    guarded(write, out)
+    for line in rounding.describe(dtype):
+        log_line(line)
+    size = total_bytes(plan, DTYPES[dtype])
+    log_line(f"model: {out} ({size / 2**30:.2f} GiB, {dtype}), step {progress.step} of {checkpoint}")
+    return ExportedModel(out, DTYPES[dtype], tuple(plan), size)
+
+
+def _find(source: Path) -> tuple[Path, Config]:
+    """Return the checkpoint and the settings of its run; `source` is either the checkpoint or the run folder."""
+    is_checkpoint = (source / STATE_FILE).is_file() or source.parent.name == "checkpoints"
+    run = source.parent.parent if is_checkpoint else source
+    settings = run / SETTINGS
+    if not settings.is_file():
+        raise ConfigError(
+            "This is no run folder and no checkpoint in one.",
+            values=f"{source}: there is no {settings}",
+            fix="give the output_dir of a run, or one of the folders in its checkpoints/",
+        )
+    if is_checkpoint:
+        refuse_damage(source)
+        return source, Config.load(settings)
+    found = find_checkpoint(run, resume="auto", log=log_line)
+    if found is None:
+        raise CheckpointError(
+            "The run has no complete checkpoint.", values=str(run), fix="train until its first checkpoint is saved"
+        )
+    return found, Config.load(settings)
+
+
+def _check_new(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(
+            "The folder to write exists and is not empty.", values=f"--out {out}", fix="name a new folder, or empty it"
+        )
+
+
+class _Reader(FileSystemReader):
+    """DCP's reader, reading the table of contents once instead of once a tensor."""
+
+    @cache  # noqa: B019  # lives as long as the export
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return super().read_metadata(*args, **kwargs)
+
+
+def _tensor_reader(checkpoint: Path, model: nn.Module) -> Callable[[str], torch.Tensor]:
+    """Return what reads a tensor of the model whole; CheckpointError unless the checkpoint holds just this model."""
+    reader = _Reader(checkpoint)
+    entries = reader.read_metadata().state_dict_metadata
+    stored = {
+        name.removeprefix("model."): entry
+        for name, entry in entries.items()
+        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+    }
+    expected = {name: tensor.shape for name, tensor in exported_weights(model).items()}
+    wrong = sorted(name for name, shape in expected.items() if name not in stored or stored[name].size != shape)
+    if wrong:
+        raise CheckpointError(
+            "The checkpoint is of another model than the settings beside it name.",
+            values=f"{checkpoint}: {wrong[:5]} ({len(wrong)}) are missing or of another shape",
+            fix="put model.path of the run's config.yaml back to the model that was trained",
+        )
+
+    def read(name: str) -> torch.Tensor:
+        tensor = torch.empty(stored[name].size, dtype=stored[name].properties.dtype)
+        load_sharded({f"model.{name}": tensor}, storage_reader=reader, no_dist=True)
+        return tensor
+
+    return read
+
+
+class _Rounding:
+    """Casts tensors for the export and counts how many changed weights still differ from the source afterwards."""
+
+    def __init__(self, config: Config, model: nn.Module, dtype: torch.dtype) -> None:
+        self._dtype, self._changed, self._kept = dtype, 0, 0
+        self._source: dict[str, Piece] = {}
+        if config.model.init == "pretrained" and dtype != torch.float32:
+            try:
+                self._source = dict(plan_loading(model, Path(config.model.path)).pieces)
+            except FsdpTrainerError:  # the source is only compared with; without it there is nothing to say
+                self._source = {}
+
+    def cast(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor in the exported dtype; what is not floating-point stays as it is."""
+        if not tensor.is_floating_point():
+            return tensor
+        result = tensor.to(self._dtype)
+        if name in self._source and tensor.dim():
+            source = torch.empty_like(tensor)
+            self._source[name].copy_into(source, tuple((0, size) for size in tensor.shape))
+            changed = source != tensor
+            self._changed += int(changed.sum())
+            self._kept += int((changed & (result != source.to(self._dtype))).sum())
+        return result
+
+    def describe(self, dtype: str) -> list[str]:
+        """Return the log line about rounding; none where nothing was compared or changed."""
+        if not self._changed:
+            return []
+        share = self._kept / self._changed
+        return [f"{dtype} keeps {share:.1%} of {self._changed:,} changed weights; --dtype fp32 keeps all of them"]

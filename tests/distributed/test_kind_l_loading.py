@@ -1,0 +1,284 @@
+"""Kinds C, E and L of the public failures when loading: ties, vocabularies, merged experts, hostile folders."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_trainer.errors import CheckpointError, ConfigError, FsdpTrainerError
+from tests import architectures, models, reference, step_runs, training_runs
+from tests.distributed.test_loading import check, loaded, plain, settings_for
+from tests.ranks import run_ranks
+
+Folder = Callable[[str], str]
+Tensors = dict[str, torch.Tensor]
+
+
+def copy_of(source: str, target: Path, **config: Any) -> Path:
+    """Copy a model folder, with some entries of config.json changed."""
+    target.mkdir()
+    for file in Path(source).iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    settings = json.loads((target / "config.json").read_text()) | config
+    (target / "config.json").write_text(json.dumps(settings))
+    return target
+
+
+def rewrite(folder: Path, change: Callable[[Tensors], Tensors]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def refused(folder: Path, tmp_path: Path, *said: str, error: type[FsdpTrainerError] = CheckpointError) -> None:
+    """Both ranks must refuse the folder, and what they say must name what is wrong."""
+    with pytest.raises(error) as caught:
+        run_ranks(loaded, 2, settings_for(str(folder), tmp_path))
+    for words in said:
+        assert words in str(caught.value), str(caught.value)
+
+
+# C: tied embeddings
+
+
+def test_c24_two_different_tensors_under_a_tied_config(model_folder: Folder, tmp_path: Path) -> None:
+    """Only the last row differs, which one rank alone reads: both refuse, naming the flag and the keys."""
+    folder = copy_of(model_folder("llama_tied"), tmp_path / "model")
+
+    def add_head(tensors: Tensors) -> Tensors:
+        head = tensors["model.embed_tokens.weight"].clone()
+        head[-1, -1] += 1
+        return tensors | {"lm_head.weight": head}
+
+    rewrite(folder, add_head)
+    refused(folder, tmp_path, "tie_word_embeddings", "model.embed_tokens.weight", "lm_head.weight")
+
+
+def test_c_only_the_head_is_stored_under_a_tied_config(model_folder: Folder, tmp_path: Path) -> None:
+    folder = copy_of(model_folder("llama_tied"), tmp_path / "model")
+    rewrite(folder, lambda tensors: {"lm_head.weight": tensors.pop("model.embed_tokens.weight"), **tensors})
+    expected = run_ranks(plain, 1, model_folder("llama_tied"))[0]
+    for rank in run_ranks(loaded, 2, settings_for(str(folder), tmp_path)):
+        assert all(tensor.equal(expected[name]) for name, tensor in rank.items())
+
+
+def test_c_head_is_lacking_under_an_untied_config(model_folder: Folder, tmp_path: Path) -> None:
+    folder = copy_of(model_folder("llama_tied"), tmp_path / "model", tie_word_embeddings=False)
+    refused(folder, tmp_path, "lm_head.weight", "tie_word_embeddings")
+
+
+# E: vocabularies
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_tied"])
+def test_e_table_padded_beyond_the_tokenizer(kind: str, model_folder: Folder, tmp_path: Path) -> None:
+    """Rows that no token has are loaded and trained like any other; three ranks share 168 rows unevenly."""
+    folder = copy_of(model_folder(kind), tmp_path / "model", vocab_size=168)
+
+    def pad(tensors: Tensors) -> Tensors:
+        return {
+            name: torch.cat([tensor, torch.zeros(8, tensor.shape[1])]) if tensor.shape[0] == 160 else tensor
+            for name, tensor in tensors.items()
+        }
+
+    rewrite(folder, pad)
+    check(folder, tmp_path, world=3)
+    documents = models.make_records(6, seed=2)[1]
+    settings = training_runs.settings(str(folder), "x", tmp_path, optim={"max_grad_norm": None})
+    settings["batch"] = {"global_batch_size": 6, "micro_batch_size": 1}
+    got = run_ranks(step_runs.one_step, 2, settings, [[document] for document in documents])[0]
+    loss, gradients = run_ranks(reference.gradient_snapshot, 1, str(folder), documents)[0]
+    assert got["loss"] == pytest.approx(loss, rel=1e-5)
+    assert max(reference.relative_errors(got["gradients"], gradients).values()) < 1e-4
+
+
+def test_e32_config_was_not_updated_with_the_table(model_folder: Folder, tmp_path: Path) -> None:
+    folder = copy_of(model_folder("llama"), tmp_path / "model", vocab_size=161)
+    refused(folder, tmp_path, "model.embed_tokens.weight", "[160, 48] stored, [161, 48]", "vocab_size: 160")
+
+
+# L: names, merges, files
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_l_experts_are_merged_from_pieces(name: str, world: int, tmp_path: Path) -> None:
+    """Four experts over three ranks: a shard begins in the middle of what one file's tensor becomes."""
+    model = run_ranks(architectures.save_architecture, 1, name, str(tmp_path / "model"))[0]
+    assert any("experts.3." in key for key in training_runs.read_weights(Path(model)))
+    check(model, tmp_path, world=world)
+
+
+def save_unconverted(source: str, target: str) -> None:
+    """Save in the model's own layout: experts in one tensor."""
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).save_pretrained(
+        target, save_original_format=False
+    )
+
+
+def test_l_experts_stored_in_one_tensor_already(tmp_path: Path) -> None:
+    model = run_ranks(architectures.save_architecture, 1, "mixtral", str(tmp_path / "model"))[0]
+    run_ranks(save_unconverted, 1, model, str(tmp_path / "fused"))
+    assert any(key.endswith("gate_up_proj") for key in training_runs.read_weights(tmp_path / "fused"))
+    check(tmp_path / "fused", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("dropped", "said"),
+    [
+        ("experts.1.w1", "gaps"),
+        ("experts.3.w1", "another shape"),
+        ("w3.weight", "are missing"),
+    ],
+)
+def test_l_expert_that_is_missing(dropped: str, said: str, tmp_path: Path) -> None:
+    model = Path(run_ranks(architectures.save_architecture, 1, "mixtral", str(tmp_path / "model"))[0])
+    rewrite(model, lambda tensors: {name: tensor for name, tensor in tensors.items() if dropped not in name})
+    refused(model, tmp_path, said, "experts")
+
+
+def save_bin(source: str, target: str, shards: int) -> None:
+    """Save a folder's tensors with torch.save, in one file or by index."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(Path(source) / "model.safetensors")
+    folder = Path(target)
+    (folder / "model.safetensors").unlink()
+    names = [list(tensors)[index::shards] for index in range(shards)]
+    files = ["pytorch_model.bin"] if shards == 1 else [f"pytorch_model-{index}.bin" for index in range(shards)]
+    for file, members in zip(files, names, strict=True):
+        torch.save({name: tensors[name] for name in members}, folder / file)
+    if shards > 1:
+        weight_map = {name: file for file, members in zip(files, names, strict=True) for name in members}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_l_bin_files(shards: int, model_folder: Folder, tmp_path: Path) -> None:
+    folder = copy_of(model_folder("llama"), tmp_path / "model")
+    run_ranks(save_bin, 1, model_folder("llama"), str(folder), shards)
+    expected = run_ranks(plain, 1, model_folder("llama"))[0]
+    for rank in run_ranks(loaded, 2, settings_for(str(folder), tmp_path)):
+        assert all(tensor.equal(expected[name]) for name, tensor in rank.items())
+
+
+class _Runs:
+    """Pickled, it writes a file when it is opened by anything that runs what a pickle says."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
+
+
+def test_l_bin_that_runs_code_is_not_opened(model_folder: Folder, tmp_path: Path) -> None:
+    folder = copy_of(model_folder("llama"), tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    torch.save({"model.norm.weight": _Runs(str(tmp_path / "owned"))}, folder / "pytorch_model.bin")
+    refused(folder, tmp_path, "pytorch_model.bin")
+    assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.parametrize("change", ["truncated", "longer", "not safetensors", "empty", "header length"])
+def test_l_damaged_file(change: str, model_folder: Folder, tmp_path: Path) -> None:
+    """Declared sizes are compared with real ones before any tensor is used."""
+    folder = copy_of(model_folder("llama"), tmp_path / "model")
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    changed = {
+        "truncated": content[:-64],
+        "longer": content + bytes(64),
+        "not safetensors": b"<html>" * 1000,
+        "empty": b"",
+        "header length": (2**62).to_bytes(8, "little") + content[8:],
+    }[change]
+    file.write_bytes(changed)
+    refused(folder, tmp_path, "model.safetensors")
+
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../part.safetensors", "{tmp}/part.safetensors", "sub/part.safetensors", "..\\part.safetensors",
+     "part\0.safetensors", "", "..", "link.safetensors", "C:part.safetensors", "missing.safetensors", 7, None],
+)  # fmt: skip
+def test_l_index_that_leaves_its_folder(name: Any, model_folder: Folder, tmp_path: Path) -> None:
+    folder = copy_of(model_folder("llama"), tmp_path / "model")
+    names = list(training_runs.read_weights(folder))
+    (folder / "model.safetensors").rename(tmp_path / "part.safetensors")
+    (folder / "link.safetensors").symlink_to(tmp_path / "part.safetensors")
+    if isinstance(name, str):
+        name = name.replace("{tmp}", str(tmp_path))
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, name)}))
+    refused(folder, tmp_path, INDEX)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"weight_map": []}', '{"weight_map": {}}', "{", "[" * 100_000])
+def test_l_index_that_is_none(text: str, model_folder: Folder, tmp_path: Path) -> None:
+    folder = copy_of(model_folder("llama"), tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    (folder / INDEX).write_text(text)
+    refused(folder, tmp_path, INDEX)
+
+
+def test_l_index_that_names_other_tensors(model_folder: Folder, tmp_path: Path) -> None:
+    folder = copy_of(model_folder("llama"), tmp_path / "model")
+    names = list(training_runs.read_weights(folder))
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names[1:], "part.safetensors")}))
+    refused(folder, tmp_path, "do not agree", names[0])
+
+
+def test_l_links_of_the_hub_cache_are_followed(model_folder: Folder, tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "hub" / "snapshots" / "0123abc", tmp_path / "hub" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for file in Path(model_folder("llama")).iterdir():
+        (blobs / f"blob-of-{file.name}").write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(f"../../blobs/blob-of-{file.name}")
+    check(snapshot, tmp_path)
+
+
+def test_l_quantised_tensors_are_refused(model_folder: Folder, tmp_path: Path) -> None:
+    folder = copy_of(model_folder("llama"), tmp_path / "model")
+    name = "model.layers.1.mlp.up_proj.weight"
+    rewrite(folder, lambda tensors: tensors | {name: tensors[name].to(torch.float8_e4m3fn)})
+    refused(folder, tmp_path, "quantised", name)
+
+
+def test_l_remote_code_is_not_run(model_folder: Folder, tmp_path: Path) -> None:
+    """A config that brings its own code is refused by name where nobody asked for that code."""
+    auto_map = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.Mine"}
+    folder = copy_of(model_folder("llama"), tmp_path / "model", model_type="mine", auto_map=auto_map)
+    (folder / "mine.py").write_text(f"open({str(tmp_path / 'owned')!r}, 'w')\n")
+    refused(folder, tmp_path, "trust_remote_code", error=ConfigError)
+    assert not (tmp_path / "owned").exists()
+
+
+def buffers(settings: dict[str, Any]) -> Tensors:
+    return {name: buffer.clone() for name, buffer in step_runs.build(settings).model.named_buffers()}
+
+
+def fresh_buffers(folder: str) -> Tensors:
+    from transformers import AutoModelForCausalLM
+
+    return dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_buffers())
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "gemma3"])
+def test_l95_every_buffer_is_that_of_a_fresh_model(kind: str, model_folder: Folder, tmp_path: Path) -> None:
+    expected = run_ranks(fresh_buffers, 1, model_folder(kind))[0]
+    for rank in run_ranks(buffers, 2, settings_for(model_folder(kind), tmp_path)):
+        assert rank.keys() == expected.keys()
+        assert all(buffer.equal(expected[name]) for name, buffer in rank.items())
