@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import transformers
 
 from fsdp_trainer.agreement import is_main, run_on_main
 from fsdp_trainer.checkpoint import build_save_group, find_checkpoint, load_checkpoint
-from fsdp_trainer.checkpoint_folder import Progress, published, remove_leftovers
+from fsdp_trainer.checkpoint_folder import Progress, published, read_state, remove_leftovers
 from fsdp_trainer.config import Config
 from fsdp_trainer.data.loader import evaluation_windows, iterate_windows, steps_per_epoch
 from fsdp_trainer.data.rows import Rows
@@ -31,6 +32,7 @@ from fsdp_trainer.launch import launch
 from fsdp_trainer.memory.measure import measure_memory
 from fsdp_trainer.optim.schedule import learning_rate, warmup_length
 from fsdp_trainer.progress import log_line
+from fsdp_trainer.resume_rules import check_resume, describe
 from fsdp_trainer.run import Run, build_run
 from fsdp_trainer.run_folder import (
     SETTINGS,
@@ -108,11 +110,11 @@ def _finetune(config: Config, runtime: Runtime, stop: StopRequest) -> Path:
     )
     _log_data(data, config, runtime)
     total_steps = _total_steps(config, data.train)
-    resume_from = _find_start(config, runtime, output_dir)
+    facts = describe(config.to_dict(), rows=data.digest, versions=_versions())
+    resume_from = _find_start(config, runtime, output_dir, facts=facts)
     run = build_run(config, runtime, load=resume_from is None)
     for fact in run.facts:
         log_line(fact, is_main=runtime.is_main)
-    facts = {"config": config.to_dict(), "versions": _versions(), **_unchangeable(config, data)}
     save_group = build_save_group(timeout=timedelta(minutes=config.train.timeout_minutes))
     progress = Progress()
     if resume_from is not None:
@@ -123,7 +125,6 @@ def _finetune(config: Config, runtime: Runtime, stop: StopRequest) -> Path:
             scaler=run.scaler,
             device=runtime.device,
             seed=config.train.seed,
-            must_match=_unchangeable(config, data),
             log=log_line,
         )
         log_line(f"resumed from {resume_from} at step {progress.step}", is_main=runtime.is_main)
@@ -371,8 +372,11 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str | int 
 # Start and end
 
 
-def _find_start(config: Config, runtime: Runtime, output_dir: Path) -> Path | None:
-    """Return the checkpoint to go on from, after leftovers of killed saves are gone."""
+def _find_start(config: Config, runtime: Runtime, output_dir: Path, *, facts: Mapping[str, Any]) -> Path | None:
+    """Return the checkpoint to go on from, after leftovers of killed saves are gone.
+
+    CheckpointError on every rank when it is of another run than `facts` describe; what else changed is logged.
+    """
     if runtime.is_main:
         output_dir.mkdir(parents=True, exist_ok=True)
         remove_leftovers(output_dir)
@@ -384,17 +388,12 @@ def _find_start(config: Config, runtime: Runtime, output_dir: Path) -> Path | No
             values=f"checkpoint.resume: {config.checkpoint.resume}, newest {newest}",
             fix="set another output_dir, set checkpoint.resume: auto, or move the newer checkpoints away",
         )
+    if found is not None:
+        anyway = config.checkpoint.resume_anyway
+        compare = partial(check_resume, now=facts, anyway=anyway, source=str(found))
+        for line in run_on_main(lambda: compare(read_state(found)["facts"])):
+            log_line(line, is_main=runtime.is_main)
     return found
-
-
-def _unchangeable(config: Config, data: TrainingData) -> dict[str, Any]:
-    """What must be equal between a checkpoint and the run that goes on from it, or it is another run."""
-    return {
-        "train.seed": config.train.seed,
-        "batch.global_batch_size": config.batch.global_batch_size,
-        "data.shuffle": config.data.shuffle,
-        "digest of the rows made of data.train": data.digest,
-    }
 
 
 def _finish(run: Run, session: _Session, progress: Progress) -> None:

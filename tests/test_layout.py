@@ -57,6 +57,7 @@ PARTS = {
     "checkpoint": "techniques",
     "export": "techniques",
     "config": "config",
+    "resume_rules": "config",
     "run_folder": "base",
     "progress": "base",
     "units": "base",
@@ -82,7 +83,19 @@ BELOW["top"] = set(BELOW) - {"cli"}
 SUB_PACKAGES = {"data", "optim", "memory", "interop", "report"}
 BANNED_NAMES = {"utils", "util", "core", "base", "common", "helpers", "misc", "registry", "manager", "callbacks"}
 # Answer at once on any machine: importing torch alone took 2 to 13 s.
-WITHOUT_TORCH = ("errors", "units", "progress", "run_folder", "config", "cli", "launch", "demo", "", "__main__")
+WITHOUT_TORCH = (
+    "errors",
+    "units",
+    "progress",
+    "run_folder",
+    "config",
+    "resume_rules",
+    "cli",
+    "launch",
+    "demo",
+    "",
+    "__main__",
+)
 WITHOUT_TORCH += ("data", "data.sources", "data.formats", "memory", "memory.hardware", "memory.estimate")
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "bitsandbytes", "torchao"}
 MAY_PRINT = ("cli", "progress", "report", "demo")
