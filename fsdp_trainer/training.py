@@ -32,6 +32,7 @@ from fsdp_trainer.launch import launch
 from fsdp_trainer.memory.measure import measure_memory
 from fsdp_trainer.optim.schedule import learning_rate, warmup_length
 from fsdp_trainer.progress import log_line
+from fsdp_trainer.rank_watch import RankWatch, watch_ranks
 from fsdp_trainer.resume_rules import check_resume, describe
 from fsdp_trainer.run import Run, build_run
 from fsdp_trainer.run_folder import (
@@ -68,7 +69,9 @@ def finetune(config: Config, *, processes: int | None = None) -> Path:
             tracker_dir=Path(config.output_dir),
         )
         config.check_world(runtime.world_size)
-        return _finetune(config, runtime, stop)
+        timeout, output_dir = config.train.timeout_minutes, Path(config.output_dir)
+        with watch_ranks(runtime, timeout_minutes=timeout, output_dir=output_dir) as watch:
+            return _finetune(config, runtime, stop, watch)
 
 
 def _is_launched() -> bool:
@@ -100,9 +103,10 @@ class _Session:
     output_dir: Path
     stop: StopRequest
     saver: Saver
+    watch: RankWatch | None
 
 
-def _finetune(config: Config, runtime: Runtime, stop: StopRequest) -> Path:
+def _finetune(config: Config, runtime: Runtime, stop: StopRequest, watch: RankWatch | None) -> Path:
     output_dir = Path(config.output_dir)
     data = runtime.main_first(
         "prepare data",
@@ -135,7 +139,7 @@ def _finetune(config: Config, runtime: Runtime, stop: StopRequest) -> Path:
     if config.log.trackers:
         runtime.accelerator.init_trackers("tracker", config=_flat(config.to_dict()))
     saver = Saver(run, facts=facts, process_group=save_group, output_dir=output_dir, saved_step=progress.step)
-    session = _Session(data, total_steps, output_dir, stop, saver)
+    session = _Session(data, total_steps, output_dir, stop, saver, watch)
     if _evaluation_is_owed(config, session, progress.step):
         _evaluate(run, session, progress)
     progress = train_loop(run, session, progress)
@@ -170,6 +174,8 @@ def train_loop(run: Run, session: _Session, progress: Progress) -> Progress:
             if skipped or loss != loss:
                 _check_skip(run, progress, loss=loss, grad_norm=grad_norm, rows=window.row_indices)
             progress = _advance(progress, window, skipped=skipped)
+            if session.watch is not None:
+                session.watch.step = progress.step
             if progress.step % config.log.every_steps == 0 or progress.step == session.total_steps:
                 row = {
                     "step": progress.step,

@@ -27,6 +27,7 @@ PARTS = {
     "launch": "launch",
     "launch_profile": "config",
     "saving": "training",
+    "rank_watch": "training",
     "training_data": "training",
     "demo": "cli",
     "training": "training",
