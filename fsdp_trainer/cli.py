@@ -46,12 +46,20 @@ def train(
     profile: Annotated[
         Path | None, typer.Option(help="Accelerate profile; without one it is written.", metavar="FILE")
     ] = None,
+    resume_anyway: Annotated[
+        str | None,
+        typer.Option(help="Settings that may differ from the checkpoint's (docs/resuming.md).", metavar="NAME,NAME"),
+    ] = None,
 ) -> None:
     """Fine-tune a model: every process is started, watched and, on Ctrl-C or SIGTERM, saved before it ends."""
-    check_command_flags(context.args, root=Config, flags=("--config", "--processes", "--profile"))
-    settings = Config.load(config, context.args)
+    flags = ("--config", "--processes", "--profile", "--resume-anyway")
+    check_command_flags(context.args, root=Config, flags=flags)
+    words = list(context.args)
+    if resume_anyway is not None:
+        words.append(f"--checkpoint.resume_anyway=[{resume_anyway}]")
+    settings = Config.load(config, words)
     arguments = ["--config", str(config)] if config is not None else []
-    raise typer.Exit(launch(settings, arguments=[*arguments, *context.args], profile=profile, processes=processes))
+    raise typer.Exit(launch(settings, arguments=[*arguments, *words], profile=profile, processes=processes))
 
 
 @app.command()

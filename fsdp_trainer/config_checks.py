@@ -4,6 +4,7 @@ A setting that cannot take effect is an error: a user who wrote it believes that
 "differs from the default", because the fully resolved file of a run names every setting and must load again.
 """
 
+import difflib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from fsdp_trainer.config_reading import Problem, format_value
+from fsdp_trainer.resume_rules import RULES, find_unknown_waivers, refused_names
 
 if TYPE_CHECKING:
     from fsdp_trainer.config import Config
@@ -18,7 +20,19 @@ if TYPE_CHECKING:
 
 def find_conflicts(config: "Config") -> list[Problem]:
     """Return everything that is wrong across the settings of a Config whose single values are valid."""
-    checks = (_later, _sharding, _precision, _checkpointing, _optim, _schedule, _data, _evaluation, _batch, _folders)
+    checks = (
+        _later,
+        _sharding,
+        _precision,
+        _checkpointing,
+        _optim,
+        _schedule,
+        _data,
+        _evaluation,
+        _batch,
+        _folders,
+        _resume,
+    )
     return [problem for check in checks for problem in check(config)]
 
 
@@ -260,6 +274,18 @@ def _folders(config: "Config") -> Iterator[Problem]:
             _show(config, "data.chat_template"),
             "give the path of a file with the Jinja template, or leave it out for the tokenizer's own",
             ("data.chat_template",),
+        )
+
+
+def _resume(config: "Config") -> Iterator[Problem]:
+    if unknown := find_unknown_waivers(config.checkpoint.resume_anyway):
+        misspelt = [word for word in unknown if word not in RULES]
+        near = [name for word in misspelt for name in difflib.get_close_matches(word, list(refused_names()), n=1)]
+        yield Problem(
+            "checkpoint.resume_anyway names what a resume never refuses",
+            ", ".join(unknown),
+            f"did you mean {near[0]}?" if near else "leave it out; docs/resuming.md lists what is refused",
+            ("checkpoint.resume_anyway",),
         )
 
 

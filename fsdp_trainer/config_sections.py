@@ -408,6 +408,11 @@ class CheckpointConfig(Section):
         description="auto goes on from the newest complete checkpoint in output_dir, if there is one; never starts "
         "anew; or the path of a checkpoint.",
     )
+    resume_anyway: Texts = Field(
+        default=(),
+        description="Settings that may differ from the checkpoint's although a resume refuses that, such as "
+        "[optim.lr]; docs/resuming.md lists them. On the command line also --resume-anyway=NAME,NAME.",
+    )
 
 
 class ExportConfig(Section):

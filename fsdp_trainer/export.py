@@ -109,8 +109,8 @@ def unfinished(folder: Path) -> Path:
 
 def exported_bytes(model: nn.Module, *, dtype: str, hf_config: Any) -> int:
     """Return the bytes of the tensors that `export_model` writes."""
-    target = _resolve_dtype(dtype, hf_config, model)
-    return sum(_bytes(tensor, target) for tensor in _exported_weights(model).values())
+    target = resolve_dtype(dtype, hf_config, model)
+    return sum(_bytes(tensor, target) for tensor in exported_weights(model).values())
 
 
 # What is written

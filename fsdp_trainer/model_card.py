@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from fsdp_trainer.checkpoint_folder import Progress
+from fsdp_trainer.checkpoint_manifest import Progress
 from fsdp_trainer.config import Config
 
 CARD = "README.md"

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 
-from fsdp_trainer.checkpoint import find_checkpoint
-from fsdp_trainer.checkpoint_folder import STATE_FILE, Progress, read_state, refuse_damage
+from fsdp_trainer.checkpoint_manifest import STATE_FILE, Progress, read_state
+from fsdp_trainer.checkpoint_search import find_checkpoint, refuse_damage
+from fsdp_trainer.checkpoint_table import TableReader
 from fsdp_trainer.config import Config
 from fsdp_trainer.conversions import plan_export
 from fsdp_trainer.data.chat import read_chat_template
@@ -127,8 +127,8 @@ def _check_new(out: Path) -> None:
         )
 
 
-class _Reader(FileSystemReader):
-    """DCP's reader, reading the table of contents once instead of once a tensor."""
+class _Reader(TableReader):
+    """A checkpoint's reader, reading the table of contents once instead of once a tensor."""
 
     @cache  # noqa: B019  # lives as long as the export
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -137,7 +137,7 @@ class _Reader(FileSystemReader):
 
 def _tensor_reader(checkpoint: Path, model: nn.Module) -> Callable[[str], torch.Tensor]:
     """Return what reads a tensor of the model whole; CheckpointError unless the checkpoint holds just this model."""
-    reader = _Reader(checkpoint)
+    reader = _Reader(checkpoint, {name: file["bytes"] for name, file in read_state(checkpoint)["files"].items()})
     entries = reader.read_metadata().state_dict_metadata
     stored = {
         name.removeprefix("model."): entry

@@ -3,7 +3,6 @@
 The loop is where tensors are read on the host; what a step does is step.py's business alone.
 """
 
-import json
 import os
 import sys
 import tempfile
@@ -12,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,12 +19,11 @@ import accelerate
 import torch
 import torch.distributed as dist
 import transformers
-import xxhash
 
 from fsdp_trainer.agreement import is_main, run_on_main
 from fsdp_trainer.checkpoint import build_save_group, load_checkpoint
 from fsdp_trainer.checkpoint_folder import published, read_best, remove_leftovers
-from fsdp_trainer.checkpoint_manifest import Progress
+from fsdp_trainer.checkpoint_manifest import Progress, read_state
 from fsdp_trainer.checkpoint_search import find_checkpoint
 from fsdp_trainer.config import Config
 from fsdp_trainer.data.loader import evaluation_windows, iterate_windows, steps_per_epoch
@@ -36,6 +35,8 @@ from fsdp_trainer.memory.measure import measure_memory
 from fsdp_trainer.model_card import format_model_card
 from fsdp_trainer.optim.schedule import learning_rate, warmup_length
 from fsdp_trainer.progress import log_line
+from fsdp_trainer.rank_watch import RankWatch, watch_ranks
+from fsdp_trainer.resume_rules import check_resume, describe
 from fsdp_trainer.run import Run, build_run
 from fsdp_trainer.run_folder import (
     SETTINGS,
@@ -72,8 +73,10 @@ def finetune(config: Config, *, processes: int | None = None) -> Path:
             tracker_dir=Path(config.output_dir),
         )
         config.check_world(runtime.world_size)
-        with hold_folder(Path(config.output_dir)):
-            return _finetune(config, runtime, stop)
+        timeout, output_dir = config.train.timeout_minutes, Path(config.output_dir)
+        watching = watch_ranks(runtime, timeout_minutes=timeout, output_dir=output_dir)
+        with hold_folder(output_dir), watching as watch:
+            return _finetune(config, runtime, stop, watch)
 
 
 def _is_launched() -> bool:
@@ -105,9 +108,10 @@ class _Session:
     output_dir: Path
     stop: StopRequest
     saver: Saver
+    watch: RankWatch | None
 
 
-def _finetune(config: Config, runtime: Runtime, stop: StopRequest) -> Path:
+def _finetune(config: Config, runtime: Runtime, stop: StopRequest, watch: RankWatch | None) -> Path:
     output_dir = Path(config.output_dir)
     data = runtime.main_first(
         "prepare data",
@@ -115,11 +119,11 @@ def _finetune(config: Config, runtime: Runtime, stop: StopRequest) -> Path:
     )
     _log_data(data, config, runtime)
     total_steps = _total_steps(config, data.train)
-    resume_from = _find_start(config, runtime, output_dir)
+    facts = describe(config.to_dict(), rows=data.digest, versions=_versions())
+    resume_from = _find_start(config, runtime, output_dir, facts=facts)
     run = build_run(config, runtime, load=resume_from is None)
     for fact in run.facts:
         log_line(fact, is_main=runtime.is_main)
-    facts = _facts(config, data)
     save_group = build_save_group(timeout=timedelta(minutes=config.train.timeout_minutes))
     progress, best = Progress(), None
     if resume_from is not None:
@@ -130,7 +134,6 @@ def _finetune(config: Config, runtime: Runtime, stop: StopRequest) -> Path:
             scaler=run.scaler,
             device=runtime.device,
             seed=config.train.seed,
-            must_match=_unchangeable(config, data),
             already_verified=True,
             log=log_line,
         )
@@ -146,7 +149,7 @@ def _finetune(config: Config, runtime: Runtime, stop: StopRequest) -> Path:
     saver = Saver(
         run, facts=facts, process_group=save_group, output_dir=output_dir, saved_step=progress.step, best=best
     )
-    session = _Session(data, total_steps, output_dir, stop, saver)
+    session = _Session(data, total_steps, output_dir, stop, saver, watch)
     if _evaluation_is_owed(config, session, progress.step):
         _evaluate(run, session, progress)
     progress = train_loop(run, session, progress)
@@ -181,6 +184,8 @@ def train_loop(run: Run, session: _Session, progress: Progress) -> Progress:
             if skipped or loss != loss:
                 _check_skip(run, progress, loss=loss, grad_norm=grad_norm, rows=window.row_indices)
             progress = _advance(progress, window, skipped=skipped)
+            if session.watch is not None:
+                session.watch.step = progress.step
             if progress.step % config.log.every_steps == 0 or progress.step == session.total_steps:
                 row = {
                     "step": progress.step,
@@ -384,8 +389,11 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str | int 
 # Start and end
 
 
-def _find_start(config: Config, runtime: Runtime, output_dir: Path) -> Path | None:
-    """Return the checkpoint to go on from, after leftovers of killed saves are gone."""
+def _find_start(config: Config, runtime: Runtime, output_dir: Path, *, facts: Mapping[str, Any]) -> Path | None:
+    """Return the checkpoint to go on from, after leftovers of killed saves are gone.
+
+    CheckpointError on every rank when it is of another run than `facts` describe; what else changed is logged.
+    """
     if runtime.is_main:
         output_dir.mkdir(parents=True, exist_ok=True)
         remove_leftovers(output_dir)
@@ -397,29 +405,12 @@ def _find_start(config: Config, runtime: Runtime, output_dir: Path) -> Path | No
             values=f"checkpoint.resume: {config.checkpoint.resume}, newest {newest}",
             fix="set another output_dir, set checkpoint.resume: auto, or move the newer checkpoints away",
         )
+    if found is not None:
+        anyway = config.checkpoint.resume_anyway
+        compare = partial(check_resume, now=facts, anyway=anyway, source=str(found))
+        for line in run_on_main(lambda: compare(read_state(found)["facts"])):
+            log_line(line, is_main=runtime.is_main)
     return found
-
-
-def _facts(config: Config, data: TrainingData) -> dict[str, Any]:
-    """What a checkpoint says about its run besides tensors and progress."""
-    settings = config.to_dict()
-    digest = xxhash.xxh3_128(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
-    return {
-        "config": settings,
-        "digest of the config": digest,
-        "versions": _versions(),
-        **_unchangeable(config, data),
-    }
-
-
-def _unchangeable(config: Config, data: TrainingData) -> dict[str, Any]:
-    """What must be equal between a checkpoint and the run that goes on from it, or it is another run."""
-    return {
-        "train.seed": config.train.seed,
-        "batch.global_batch_size": config.batch.global_batch_size,
-        "data.shuffle": config.data.shuffle,
-        "digest of the rows made of data.train": data.digest,
-    }
 
 
 def _finish(run: Run, session: _Session, progress: Progress) -> None:

@@ -9,6 +9,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -103,7 +104,7 @@ def _record_windows(path: Path) -> None:
 
 
 def _strike(fault: Fault, watched: Watched | None, folder: Path, rank: int) -> None:
-    if fault.number != signal.SIGKILL:
+    if fault.number not in (signal.SIGKILL, signal.SIGSTOP):
         while signal.getsignal(fault.number) in (signal.SIG_DFL, signal.default_int_handler):
             time.sleep(0.001)  # before that the process would simply end, with nothing to save
     ready = folder / f"pid-of-rank{rank}"
@@ -149,6 +150,17 @@ def run_killed(run_settings: dict[str, Any], world: int, fault: Fault) -> bool:
         return True
     assert codes == [0] * world
     return False
+
+
+def run_losing(run_settings: dict[str, Any], world: int, fault: Fault) -> dict[int, int]:
+    """Train on `world` ranks, of which `fault` takes some away; return the exit codes of those that gave no answer."""
+    _forget_processes(run_settings)
+    try:
+        answers = run_ranks(train, world, run_settings, fault, timeout=120.0, grace=20.0)
+    except RankFailed as error:
+        answers = re.findall(r"--- rank (\d+)\n.*?died with exit code (-?\d+)", str(error))
+        return {int(rank): int(code) for rank, code in answers}
+    return dict(enumerate(answers))
 
 
 def _forget_processes(run_settings: dict[str, Any]) -> None:

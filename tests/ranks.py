@@ -58,16 +58,18 @@ def run_ranks(
     *args: Any,
     timeout: float = 60.0,
     environment: dict[str, str] | None = None,
+    grace: float = GRACE_SECONDS,
 ) -> list[Any]:
     """Run `function(*args)` on `world_size` processes and return what each rank returned, rank 0 first.
 
     `function` must be importable (top level of a module). When a rank raises, its exception is raised here, from one
     that has every failed rank's traceback; when one dies or the time is up, every rank is killed. `environment` adds
-    to, or with a value of "" removes from, what a launcher would export.
+    to, or with a value of "" removes from, what a launcher would export. After the first failure the others have
+    `grace` seconds to end.
     """
     ranks = _start(function, world_size, args, environment or {})
     try:
-        return _collect(ranks, timeout)
+        return _collect(ranks, timeout, grace)
     finally:
         for rank in ranks:
             rank.stop()
@@ -201,7 +203,7 @@ def _answer(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         return answer
 
 
-def _collect(ranks: Sequence[_Rank], timeout: float) -> list[Any]:
+def _collect(ranks: Sequence[_Rank], timeout: float, grace: float) -> list[Any]:
     deadline = time.monotonic() + timeout
     failed: list[int] = []
     while waiting := {rank.pipe: index for index, rank in enumerate(ranks) if rank.answer is None}:
@@ -213,7 +215,7 @@ def _collect(ranks: Sequence[_Rank], timeout: float) -> list[Any]:
             ranks[index].answer = _receive(ranks[index])
             if ranks[index].answer[0] != "returned":  # type: ignore[index]
                 failed.append(index)
-                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                deadline = min(deadline, time.monotonic() + grace)
     if failed:
         _raise(ranks, failed)
     late = [index for index, rank in enumerate(ranks) if rank.answer is None]

@@ -27,6 +27,7 @@ PARTS = {
     "launch": "launch",
     "launch_profile": "config",
     "saving": "training",
+    "rank_watch": "training",
     "training_data": "training",
     "demo": "cli",
     "training": "training",
@@ -64,6 +65,7 @@ PARTS = {
     "checkpoint": "techniques",
     "export": "techniques",
     "config": "config",
+    "resume_rules": "config",
     "run_folder": "base",
     "run_lock": "base",
     "progress": "base",
@@ -90,7 +92,19 @@ BELOW["top"] = set(BELOW) - {"cli"}
 SUB_PACKAGES = {"data", "optim", "memory", "interop", "report"}
 BANNED_NAMES = {"utils", "util", "core", "base", "common", "helpers", "misc", "registry", "manager", "callbacks"}
 # Answer at once on any machine: importing torch alone took 2 to 13 s.
-WITHOUT_TORCH = ("errors", "units", "progress", "run_folder", "config", "cli", "launch", "demo", "", "__main__")
+WITHOUT_TORCH = (
+    "errors",
+    "units",
+    "progress",
+    "run_folder",
+    "config",
+    "resume_rules",
+    "cli",
+    "launch",
+    "demo",
+    "",
+    "__main__",
+)
 WITHOUT_TORCH += ("data", "data.sources", "data.formats", "memory", "memory.hardware", "memory.estimate")
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "bitsandbytes", "torchao"}
 MAY_PRINT = ("cli", "progress", "report", "demo")

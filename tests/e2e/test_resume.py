@@ -132,8 +132,8 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
         lambda _: {"batch": {"global_batch_size": 4}},
         "batch.global_batch_size: 8 saved, 4 now",
     ),
-    "shuffle": (lambda _: {"data": {"shuffle": False}}, "data.shuffle: True saved, False now"),
-    "data": (lambda settings: {"data": add_a_record(settings)}, "digest of the rows made of data.train: "),
+    "shuffle": (lambda _: {"data": {"shuffle": False}}, "data.shuffle: true saved, false now"),
+    "data": (lambda settings: {"data": add_a_record(settings)}, "data.rows: "),
 }
 
 

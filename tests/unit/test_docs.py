@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from docs import make_configuration
+from docs import make_configuration, make_resuming
 from fsdp_trainer.config import Config
+from fsdp_trainer.resume_rules import RULES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,6 +25,11 @@ def test_configuration_page_names_every_setting() -> None:
     for section, values in Config().to_dict().items():
         for name in values if isinstance(values, dict) else [section]:
             assert f"| `{name}` |" in page
+
+
+def test_resuming_page_is_up_to_date() -> None:
+    expected = make_resuming.format_page(RULES)
+    assert make_resuming.PAGE.read_text(encoding="utf-8") == expected, "run python docs/make_resuming.py"
 
 
 def yaml_blocks(page: str) -> list[str]:
