@@ -208,7 +208,7 @@ def ask_workers_to_stop(agent_pid: int, *, script: str = str(SCRIPT)) -> list[ps
         for process in psutil.Process(agent_pid).children(recursive=False):
             with suppress(psutil.NoSuchProcess):
                 if script in process.cmdline():
-                    process.send_signal(signal.SIGTERM)
+                    process.send_signal(number)
                     asked.append(process)
     if not asked:  # nothing to save yet
         with suppress(ProcessLookupError):

@@ -6,10 +6,13 @@ No rank ever holds the whole model: parameters are born on the meta device and s
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -34,9 +37,16 @@ class ModelParts:
 
 def load_hf_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """Read the model's config.json; ConfigError when `path` is no model folder that can be trained."""
+    if revision is not None and Path(path).exists():
+        raise ConfigError(
+            "A revision belongs to a hub id; this model is a local folder.",
+            values=f"model.path: {path}, model.revision: {revision}",
+            fix="leave model.revision out, or give the hub id",
+        )
     try:
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    # The last: a config that contradicts itself is refused by huggingface_hub's own dataclass checks.
+    except (OSError, ValueError, StrictDataclassError) as error:
         fix = "set model.path to a folder with config.json and safetensors, or to a hub id that can be reached"
         if "custom code" in str(error):
             fix = "read that code, then set model.trust_remote_code: true and, on the hub, model.revision to a commit"
@@ -46,6 +56,55 @@ def load_hf_config(path: str, *, revision: str | None = None, trust_remote_code:
             fix=fix,
         ) from error
     return config
+
+
+def locate_weights(path: str, *, revision: str | None = None) -> Path:
+    """Return the folder with the model's weights: `path` itself, or the hub's files in the local cache.
+
+    Downloads what is not there yet: on one rank of a node first, see Runtime.main_first. Safetensors where the hub has
+    them, else `.bin` files.
+    """
+    if Path(path).exists():
+        return Path(path)
+    try:
+        for patterns in (["*.safetensors", "*.safetensors.index.json"], ["pytorch_model*.bin", "*.bin.index.json"]):
+            folder = Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
+            if any(folder.glob(patterns[0])):
+                return folder
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "The model's weights cannot be downloaded.",
+            values=f"model.path: {path} ({type(error).__name__}: {str(error).splitlines()[0]})",
+            fix="set model.path to a local folder, or to a hub id that can be reached",
+        ) from error
+    raise ConfigError(
+        "The hub has no weights that can be read for this model.",
+        values=f"model.path: {path}: neither *.safetensors nor pytorch_model*.bin",
+        fix="name a model that has them, or set model.init: random",
+    )
+
+
+def check_positions(hf_config: Any, parts: ModelParts, *, seq_len: int) -> None:
+    """Refuse rows longer than a table of learned positions; rotary positions are checked by document, see below."""
+    limit = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+    learned = any(isinstance(m, nn.Embedding) and m is not parts.embedding for m in parts.decoder.modules())
+    if learned and limit is not None and seq_len > limit:
+        raise ConfigError(
+            "Rows would be longer than the model's table of positions.",
+            values=f"data.seq_len: {seq_len}, max_position_embeddings {limit}",
+            fix=f"set data.seq_len to at most {limit}",
+        )
+
+
+def check_longest_document(hf_config: Any, *, longest_tokens: int) -> None:
+    """Refuse documents beyond the positions that the model was made for: it would be trained where it never was."""
+    limit = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and longest_tokens > limit:
+        raise ConfigError(
+            "A document is longer than the positions the model was made for.",
+            values=f"longest document {longest_tokens} tokens, max_position_embeddings {limit}",
+            fix=f"set data.seq_len to at most {limit}, or raise max_position_embeddings in the model's config.json",
+        )
 
 
 def build_meta_model(hf_config: Any, *, attention: str, dtype: torch.dtype, trust_remote_code: bool = False):

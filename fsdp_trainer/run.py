@@ -6,7 +6,6 @@ Training, planning and the tests all call `build_run`; on a simulated runtime th
 import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,14 +15,16 @@ from torch import nn
 from fsdp_trainer.activation_checkpointing import apply_activation_checkpointing
 from fsdp_trainer.config import Config, OptimConfig
 from fsdp_trainer.launch_profile import check_layer_class
-from fsdp_trainer.loading import initialize_randomly, load_weights
+from fsdp_trainer.loading import initialize_randomly, load_weights, plan_loading
 from fsdp_trainer.loss import attach_loss, find_logit_transform
 from fsdp_trainer.model import (
     ModelParts,
     apply_freezing,
     build_meta_model,
+    check_positions,
     find_parts,
     load_hf_config,
+    locate_weights,
     materialize_parameters,
     place_buffers,
 )
@@ -59,25 +60,15 @@ def build_run(config: Config, runtime: Runtime, *, load: bool = True) -> Run:
     """
     # 1. Refuse what the hardware or the model cannot do while nothing is allocated.
     check_precision(config.precision, runtime.device)
-    hf_config = load_hf_config(
-        config.model.path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
-    )
     # 2. Parameters on meta: no rank ever holds the whole model. fp32 masters, whatever the compute dtype is.
-    model = build_meta_model(
-        copy.deepcopy(hf_config),
-        attention=config.model.attention,
-        dtype=torch.float32,
-        trust_remote_code=config.model.trust_remote_code,
-    )
-    parts = find_parts(model)
+    hf_config, model, parts = _build_meta(config)
     check_layer_class(runtime.launched_with, type(parts.layers[0]).__name__)
     # 3. The loss replaces the head's forward before FSDP hooks the modules, so that the weight is whole around it.
-    transform = find_logit_transform(model, decoder=parts.decoder, head=parts.head, hf_config=model.config)
     attach_loss(
         model,
         decoder=parts.decoder,
         head=parts.head,
-        transform=transform,
+        transform=find_logit_transform(model, decoder=parts.decoder, head=parts.head, hf_config=model.config),
         router_loss=find_router_loss(model),
         **config.loss.model_dump(),
     )
@@ -102,9 +93,37 @@ def build_run(config: Config, runtime: Runtime, *, load: bool = True) -> Run:
         _prepare(runtime, model, optimizer)
         scaler = torch.amp.GradScaler(runtime.device.type) if config.precision == "fp16" else None
         # 10. Dropout differs between ranks and is the same in every rerun; so is whatever else draws numbers.
-        set_seed(config.train.seed * 1_000_003 % 2**32 + runtime.rank)
+        set_seed((config.train.seed * 1_000_003 + runtime.rank) % 2**32)
     facts = _facts(config, runtime, model, len(parts.layers), recomputed, optimizer)
     return Run(config, runtime, model, optimizer, scaler, sharding, hf_config, facts)
+
+
+def _build_meta(config: Config) -> tuple[Any, Any, ModelParts]:
+    """Return the source's config untouched, the model without weights, and its parts."""
+    section = config.model
+    hf_config = load_hf_config(section.path, revision=section.revision, trust_remote_code=section.trust_remote_code)
+    model = build_meta_model(
+        copy.deepcopy(hf_config),
+        attention=section.attention,
+        dtype=torch.float32,
+        trust_remote_code=section.trust_remote_code,
+    )
+    return hf_config, model, find_parts(model)
+
+
+def check_model(config: Config, runtime: Runtime) -> None:
+    """Refuse a model that `build_run` would refuse, from its config and file headers alone; seconds, and no weights.
+
+    For before the data are prepared, which may take hours.
+    """
+    check_precision(config.precision, runtime.device)
+    _, model, parts = _build_meta(config)
+    check_layer_class(runtime.launched_with, type(parts.layers[0]).__name__)
+    find_logit_transform(model, decoder=parts.decoder, head=parts.head, hf_config=model.config)
+    check_positions(model.config, parts, seq_len=config.data.seq_len)
+    apply_freezing(model, config.model.freeze)
+    if config.model.init == "pretrained":
+        plan_loading(model, locate_weights(config.model.path, revision=config.model.revision))
 
 
 def _shard(model: nn.Module, parts: ModelParts, config: Config, runtime: Runtime) -> Sharding:
@@ -127,7 +146,7 @@ def _fill(model: nn.Module, hf_config: Any, config: Config) -> None:
     if config.model.init == "random":
         initialize_randomly(model, hf_config, seed=config.train.seed, trust_remote_code=config.model.trust_remote_code)
     else:
-        load_weights(model, Path(config.model.path))
+        load_weights(model, locate_weights(config.model.path, revision=config.model.revision))
 
 
 def _build_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:

@@ -1,6 +1,7 @@
 """What a run leaves in `output_dir` beside checkpoints and model: settings, metrics and the state it ended in."""
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -31,7 +32,8 @@ def write_status(output_dir: Path, *, state: str, exit_code: int, step: int, mes
 
 
 def append_metrics(output_dir: Path, row: Mapping[str, Any]) -> None:
-    """Append one JSON object to metrics.jsonl."""
+    """Append one JSON object to metrics.jsonl; a number that is not finite becomes null, which JSON has."""
+    row = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
     with (output_dir / METRICS).open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
 

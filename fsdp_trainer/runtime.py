@@ -131,6 +131,13 @@ def build_runtime(
         project_dir=str(tracker_dir) if tracker_dir else None,
     )
     _check_ranks(accelerator)
+    kept = {getattr(tracker, "value", str(tracker)) for tracker in accelerator.log_with}
+    if missing := [name for name in trackers if name not in kept]:
+        raise ConfigError(
+            "A tracker is not installed, and Accelerate would leave it out.",
+            values=f"log.trackers: {list(trackers)}, not installed: {missing}",
+            fix=f"install {', '.join(missing)}, or take it out of log.trackers",
+        )
     return Runtime(
         device=accelerator.device,
         rank=accelerator.process_index,

@@ -62,7 +62,8 @@ def _backward_scale(run: Run, supervised_tokens: int) -> torch.Tensor:
     FSDP averages gradients over ranks, so the window's mean over all ranks needs the world size once; the count is
     the whole window's, so a rank or micro-batch with few supervised tokens weighs no more than its tokens.
     """
-    factor = run.runtime.world_size / max(1, supervised_tokens)
+    assert supervised_tokens > 0, "a prepared row has a supervised token"
+    factor = run.runtime.world_size / supervised_tokens
     scale = torch.full((), factor, dtype=torch.float32, device=run.runtime.device)
     return scale if run.scaler is None else run.scaler.scale(scale)
 

@@ -18,7 +18,7 @@ from fsdp_trainer.data.prepare import prepare_rows
 from fsdp_trainer.data.report import DataReport
 from fsdp_trainer.data.rows import Rows
 from fsdp_trainer.errors import ConfigError
-from fsdp_trainer.model import load_hf_config
+from fsdp_trainer.model import check_longest_document, load_hf_config
 from fsdp_trainer.progress import show_progress
 
 
@@ -49,16 +49,13 @@ def load_training_data(config: Config, *, is_writer: bool, show: bool) -> Traini
 
     Only a rank with `is_writer` builds; `show` draws its progress.
     """
+    # The model before its tokenizer: a wrong path would otherwise be called the tokenizer's fault.
+    hf_config = load_hf_config(
+        config.model.path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
+    )
     tokenizer = load_tokenizer(config.model)
     # The template that trained goes with the exported model, wherever it came from.
     tokenizer.chat_template = read_chat_template(config.data.chat_template, tokenizer=tokenizer)
-    vocab_size = (
-        load_hf_config(
-            config.model.path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
-        )
-        .get_text_config()
-        .vocab_size
-    )
     prepared = {}
     sources = {"train": config.data.train, "eval": evaluation_source(config.data)}
     for split, source in sources.items():
@@ -70,10 +67,12 @@ def load_training_data(config: Config, *, is_writer: bool, show: bool) -> Traini
                     tokenizer=tokenizer,
                     seed=config.train.seed,
                     split=split,  # type: ignore[arg-type]
-                    vocab_size=vocab_size,
+                    vocab_size=hf_config.get_text_config().vocab_size,
                     is_writer=is_writer,
                     on_records=advance,
                 )
+    for _, report in prepared.values():
+        check_longest_document(hf_config, longest_tokens=report.longest_tokens)
     train = prepared["train"][0]
     return TrainingData(
         train=train,
