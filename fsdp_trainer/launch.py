@@ -25,6 +25,7 @@ from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.launch_profile import check_profile, read_profile, write_profile
 from fsdp_trainer.progress import log_error
 from fsdp_trainer.run_folder import STATUS
+from fsdp_trainer.run_lock import refuse_held_folder
 
 SCRIPT = Path(__file__).resolve().with_name("train.py")
 
@@ -100,6 +101,8 @@ def launch(
             )
             content = read_profile(profile)
         assert content is not None
+        if content.get("num_machines", 1) == 1:  # on others, the run that holds it may be this very one
+            refuse_held_folder(Path(config.output_dir))
         command = launch_command(profile, content, arguments=arguments)
         environ = launch_environment(os.environ, content, processes=processes)
         status = Path(config.output_dir, STATUS)

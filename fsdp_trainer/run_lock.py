@@ -27,24 +27,42 @@ def lock_folder(output_dir: Path, *, log: Callable[[str], None]) -> FileLock:
     output_dir = Path(output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
     lock, owner = FileLock(output_dir / LOCK_FILE), output_dir / OWNER_FILE
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise FolderInUse(
-            "Another run is writing to this output_dir.",
-            values=f"{output_dir}: {_describe(_read(owner))}",
-            fix="set another output_dir, or end that run first",
-        ) from error
+    _acquire(lock)
     if (before := _read(owner)) is not None:
         log(f"took over {output_dir} from a run that did not end by itself: {_describe(before)}")
     write_text_atomically(owner, json.dumps(_this_process()) + "\n")
     return lock
 
 
+def refuse_held_folder(output_dir: Path) -> None:
+    """Raise FolderInUse when another run holds `output_dir`, before ranks are started for nothing.
+
+    Only rank 0's lock decides: another run can come in between.
+    """
+    if not (Path(output_dir) / LOCK_FILE).exists():
+        return
+    lock = FileLock(Path(output_dir) / LOCK_FILE)
+    _acquire(lock)
+    lock.release()
+
+
 def unlock_folder(lock: FileLock) -> None:
     """Give the lock back at the end of a run, whatever the end."""
     Path(lock.lock_file).with_name(OWNER_FILE).unlink(missing_ok=True)
     lock.release()
+
+
+def _acquire(lock: FileLock) -> None:
+    folder = Path(lock.lock_file).parent
+    try:
+        # Not 0: a launcher that only looks holds it for a moment too.
+        lock.acquire(timeout=0.2, poll_interval=0.02)
+    except Timeout as error:
+        raise FolderInUse(
+            "Another run is writing to this output_dir.",
+            values=f"{folder}: {_describe(_read(folder / OWNER_FILE))}",
+            fix="set another output_dir, or end that run first",
+        ) from error
 
 
 def _this_process() -> dict[str, Any]:

@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from fsdp_trainer.config import Config
+from fsdp_trainer.errors import FolderInUse
+from fsdp_trainer.launch import launch
 from tests import checkpoint_runs as runs
 from tests import fault_runs, models, training_runs
 from tests.ranks import run_ranks
@@ -73,8 +76,10 @@ def test_second_run_is_refused_at_once_and_the_first_unharmed(model_folder: Mode
         assert fault_runs.run(settings, 2) == [2, 2]
         assert time.monotonic() - started < 10
         assert content(folder) == before, "the refused run has touched the folder"
-        with pytest.raises(Exception, match=f"process {first.pid} on "):
+        with pytest.raises(FolderInUse, match=f"process {first.pid} on "):
             lock_here(folder)
+        with pytest.raises(FolderInUse, match="end that run first"):  # before any rank is started
+            launch(Config.from_dict(settings), arguments=[], processes=2)
     finally:
         first.kill()
         first.join()
