@@ -15,7 +15,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
-    apply_converters,
+    rename_source_key,
     revert_weight_conversion,
 )
 
@@ -44,14 +44,16 @@ def loading_conversions(model: nn.Module) -> tuple[list[WeightRenaming], list[We
 class ExportGroup:
     """Tensors of the model that are written together, because the file's layout splits or joins them.
 
-    `written` holds a meta tensor, of the shape in the file, for every name in the file.
+    `written` holds a meta tensor, of the shape and dtype in the file, for every name in the file.
     """
 
     names: tuple[str, ...]
     written: Mapping[str, torch.Tensor]
 
 
-def plan_export(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> list[ExportGroup]:
+def plan_export(
+    model: nn.Module, weights: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]
+) -> list[ExportGroup]:
     """Return how `weights`, by their names in the model, appear in a checkpoint of this architecture, in order."""
     converters: list[Any] = [
         entry.reverse_transform()
@@ -60,13 +62,11 @@ def plan_export(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> list[E
     ]
     groups: dict[str, list[str]] = {}
     for name in weights:
-        groups.setdefault(apply_converters(name, converters)[0], []).append(name)
+        groups.setdefault(rename_source_key(name, [], converters, reverse=True)[0], []).append(name)
     return [
         ExportGroup(
             tuple(names),
-            to_checkpoint(
-                model, {n: torch.empty(weights[n].shape, dtype=weights[n].dtype, device="meta") for n in names}
-            ),
+            to_checkpoint(model, {n: torch.empty(weights[n].shape, dtype=dtypes[n], device="meta") for n in names}),
         )
         for names in groups.values()
     ]

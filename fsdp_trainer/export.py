@@ -7,6 +7,7 @@ folder takes its name only after everything in it was read back.
 import copy
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,23 +66,24 @@ def export_model(
     folder = Path(folder)
     target_dtype = resolve_dtype(dtype, hf_config, model)
     weights = exported_weights(model)
-    plan = plan_files(plan_export(model, weights), dtype=target_dtype, max_bytes=max_file_bytes)
+    dtypes = exported_dtypes(model, weights, target_dtype)
+    plan = plan_files(plan_export(model, weights, dtypes), max_bytes=max_file_bytes)
     part = unfinished(folder)
     _on_main(lambda: make_empty(part), folder, process_group)
     for file, groups in plan.items():
-        kept = [_gather(weights, group.names, dtype=target_dtype, keep=is_main(process_group)) for group in groups]
+        kept = [_gather(weights, group.names, dtypes=dtypes, keep=is_main(process_group)) for group in groups]
         _on_main(lambda file=file, kept=kept: write_file(part / file, converted(model, kept)), folder, process_group)
         del kept
     config = exported_config(hf_config, model, target_dtype)
     generation_config = generation_config or getattr(model, "generation_config", None)
 
     def finish() -> None:
-        write_index(part, plan, dtype=target_dtype)
+        write_index(part, plan)
         write_sides(part, config, generation_config, tokenizer, card)
         replace_folder(folder, part)
 
     _on_main(finish, folder, process_group)
-    return ExportedModel(folder, target_dtype, tuple(plan), total_bytes(plan, target_dtype))
+    return ExportedModel(folder, target_dtype, tuple(plan), total_bytes(plan))
 
 
 def _on_main(action: Callable[[], None], folder: Path, process_group: dist.ProcessGroup | None) -> None:
@@ -130,14 +132,33 @@ def exported_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in named_weights(model).items() if name not in ignored}
 
 
-def plan_files(
-    groups: Sequence[ExportGroup], *, dtype: torch.dtype, max_bytes: int
-) -> dict[str, tuple[ExportGroup, ...]]:
+def exported_dtypes(
+    model: nn.Module, weights: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> dict[str, torch.dtype]:
+    """Return the dtype each tensor is written in: `dtype`, but for what is no float or must not be narrowed.
+
+    The latter are what Transformers itself keeps in fp32 (modeling_utils.py, `_get_dtype_plan`), such as the routers'
+    corrections: written narrower, they would come back as fp32 with their bits gone.
+    """
+    kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    in_fp32 = [re.compile(name.replace("*", ".*")) for name in kept]
+
+    def of(name: str, tensor: torch.Tensor) -> torch.dtype:
+        if not tensor.is_floating_point():
+            return tensor.dtype
+        return torch.float32 if any(pattern.search(name) for pattern in in_fp32) else dtype
+
+    return {name: of(name, tensor) for name, tensor in weights.items()}
+
+
+def plan_files(groups: Sequence[ExportGroup], *, max_bytes: int) -> dict[str, tuple[ExportGroup, ...]]:
     """Return which file holds which tensors, in order, each of at most `max_bytes` unless one group is larger."""
     parts: list[list[ExportGroup]] = [[]]
     filled = 0
     for group in groups:
-        size = sum(_bytes(tensor, dtype) for tensor in group.written.values())
+        size = sum(tensor.nbytes for tensor in group.written.values())
         if parts[-1] and filled + size > max_bytes:
             parts.append([])
             filled = 0
@@ -148,17 +169,13 @@ def plan_files(
     return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": tuple(part) for i, part in enumerate(parts, start=1)}
 
 
-def total_bytes(plan: Plan, dtype: torch.dtype) -> int:
+def total_bytes(plan: Plan) -> int:
     """Return the bytes of all tensors as written."""
-    return sum(_bytes(tensor, dtype) for tensor in _written(plan).values())
+    return sum(tensor.nbytes for tensor in _written(plan).values())
 
 
 def _written(plan: Plan) -> dict[str, torch.Tensor]:
     return {name: tensor for groups in plan.values() for group in groups for name, tensor in group.written.items()}
-
-
-def _bytes(tensor: torch.Tensor, dtype: torch.dtype) -> int:
-    return tensor.numel() * (dtype if tensor.is_floating_point() else tensor.dtype).itemsize
 
 
 def converted(model: nn.Module, gathered: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -171,12 +188,12 @@ def converted(model: nn.Module, gathered: list[dict[str, torch.Tensor]]) -> dict
 
 @torch.no_grad()
 def _gather(
-    weights: Mapping[str, torch.Tensor], names: Sequence[str], *, dtype: torch.dtype, keep: bool
+    weights: Mapping[str, torch.Tensor], names: Sequence[str], *, dtypes: Mapping[str, torch.dtype], keep: bool
 ) -> dict[str, torch.Tensor]:
     """Gather the named tensors one at a time on every rank; `keep` them in host memory (rank 0) or drop them."""
     kept = {}
     for name in names:
-        whole = _whole(weights[name], dtype)
+        whole = _whole(weights[name], dtypes[name])
         if keep:
             kept[name] = whole.cpu().contiguous()
     return kept
@@ -184,8 +201,7 @@ def _gather(
 
 def _whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     tensor = tensor.detach()
-    if tensor.is_floating_point():
-        tensor = tensor.to(dtype)  # before gathering: half the traffic and half the memory of fp32
+    tensor = tensor.to(dtype)  # before gathering: half the traffic and half the memory of fp32
     if not isinstance(tensor, DTensor):
         return tensor
     if tensor.device.type != tensor.device_mesh.device_type:
@@ -240,14 +256,14 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
 
 
-def write_index(part: Path, plan: Plan, *, dtype: torch.dtype) -> None:
+def write_index(part: Path, plan: Plan) -> None:
     """Write the table of names and files, where there are several files."""
     if len(plan) == 1:
         return
     names = {name: file for file, groups in plan.items() for group in groups for name in group.written}
     parameters = sum(tensor.numel() for tensor in _written(plan).values())
     index = {
-        "metadata": {"total_parameters": parameters, "total_size": total_bytes(plan, dtype)},
+        "metadata": {"total_parameters": parameters, "total_size": total_bytes(plan)},
         "weight_map": names,
     }
     (part / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -16,16 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM
-from transformers.core_model_loading import (
-    Chunk,
-    Concatenate,
-    MergeModulelist,
-    Split,
-    Transpose,
-    WeightConverter,
-    dot_natural_key,
-    rename_source_key,
-)
+from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
 from fsdp_trainer.agreement import run_on_all
 from fsdp_trainer.conversions import loading_conversions
@@ -175,32 +166,33 @@ def _apply_operations(
     keys: Sequence[str],
     folder: Path,
 ) -> dict[str, Piece]:
-    """Follow a converter's operations (core_model_loading.py) on pieces instead of tensors."""
+    """Follow a converter's operations (core_model_loading.py) on pieces instead of tensors.
+
+    Operations are known by the names of their classes, of which older versions of Transformers lack some.
+    """
     target, *others = converter.target_patterns
     names = [name, *(name.replace(target, other) for other in others)]
-    many: list[Piece] | None = None
-    operations: list[Any] = converter.operations
-    for operation in operations:
-        kind = type(operation)
-        if kind is MergeModulelist:
+    operations: list[Any] = list(converter.operations)
+    while operations:
+        operation = operations.pop(0)
+        kind, alone = type(operation).__name__, len(lists) == 1
+        if kind == "MergeModulelist":
             lists = {pattern: [Stacked(found, operation.dim)] for pattern, found in lists.items()}
-        elif kind is Concatenate:
+        elif kind == "Concatenate":
             ordered = [piece for pattern in converter.source_patterns for piece in lists[pattern]]
             lists = {target: [Joined(ordered, operation.dim % len(ordered[0].shape))]}
-        elif kind is Transpose and len(lists) == 1:
+        elif kind == "Transpose" and alone:
             (piece,) = next(iter(lists.values()))
             if not (operation.check_dims and piece.shape == shapes.get(name)):
                 lists = {target: [Transposed(piece, (operation.dim0, operation.dim1))]}
-        elif kind in (Chunk, Split) and len(lists) == 1 and getattr(operation, "num_shards_attribute", None) is None:
+        elif kind in ("Chunk", "Split") and alone and not getattr(operation, "num_shards_attribute", None):
             (piece,) = next(iter(lists.values()))
-            many = _cut(piece, operation.dim % len(piece.shape), [shapes.get(other) for other in names])
+            lists = {target: _cut(piece, operation.dim % len(piece.shape), [shapes.get(other) for other in names])}
         else:
-            raise _refusal(
-                "A conversion that this checkpoint needs is not known here.",
-                f"{folder}: {kind.__name__} makes {name} of {list(keys)[:3]}",
-                "load it with from_pretrained once and save it with save_original_format=False, or report this model",
-            )
-    results = many if many is not None else next(iter(lists.values()))
+            raise _not_known(kind, name, keys, folder)
+    results = [piece for pieces in lists.values() for piece in pieces]
+    if len(results) != len(names):
+        raise _not_known(", ".join(type(one).__name__ for one in converter.operations), name, keys, folder)
     return dict(zip(names, results, strict=True))
 
 
@@ -225,6 +217,14 @@ _CLEAN = "use the config.json and the weights of one and the same model"
 
 def _refusal(what: str, values: str, fix: str) -> CheckpointError:
     return CheckpointError(what, values=values, fix=fix)
+
+
+def _not_known(operation: str, name: str, keys: Sequence[str], folder: Path) -> CheckpointError:
+    return _refusal(
+        "A conversion that this checkpoint needs is not known here.",
+        f"{folder}: {operation} makes {name} of {list(keys)[:3]}",
+        "load it with from_pretrained once and save it with save_original_format=False, or report this model",
+    )
 
 
 def _check_floating(sources: _Sources, folder: Path) -> None:

@@ -4,7 +4,7 @@ Tensors are read from the checkpoint one at a time, so the host holds one file's
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from fsdp_trainer.export import (
     ExportedModel,
     converted,
     exported_config,
+    exported_dtypes,
     exported_weights,
     guarded,
     make_empty,
@@ -68,9 +69,10 @@ def export_checkpoint(
         trust_remote_code=config.model.trust_remote_code,
     )
     read = _tensor_reader(checkpoint, model)
-    rounding = _Rounding(config, model, DTYPES[dtype])
     weights = exported_weights(model)
-    plan = plan_files(plan_export(model, weights), dtype=DTYPES[dtype], max_bytes=max_file_bytes)
+    dtypes = exported_dtypes(model, weights, DTYPES[dtype])
+    rounding = _Rounding(config, model, dtypes)
+    plan = plan_files(plan_export(model, weights, dtypes), max_bytes=max_file_bytes)
     state = read_state(checkpoint)
     progress = Progress(**state["progress"])
     card = format_model_card(config, progress=progress, versions=state["facts"].get("versions", {}), dtype=dtype)
@@ -83,7 +85,7 @@ def export_checkpoint(
         for file, groups in plan.items():
             kept = [{name: rounding.cast(name, read(name)) for name in group.names} for group in groups]
             write_file(part / file, converted(model, kept))
-        write_index(part, plan, dtype=DTYPES[dtype])
+        write_index(part, plan)
         generation = load_generation_config(config.model)
         write_sides(part, exported_config(hf_config, model, DTYPES[dtype]), generation, tokenizer, card)
         if out.exists():
@@ -93,7 +95,7 @@ def export_checkpoint(
     guarded(write, out)
     for line in rounding.describe(dtype):
         log_line(line)
-    size = total_bytes(plan, DTYPES[dtype])
+    size = total_bytes(plan)
     log_line(f"model: {out} ({size / 2**30:.2f} GiB, {dtype}), step {progress.step} of {checkpoint}")
     return ExportedModel(out, DTYPES[dtype], tuple(plan), size)
 
@@ -164,26 +166,24 @@ def _tensor_reader(checkpoint: Path, model: nn.Module) -> Callable[[str], torch.
 class _Rounding:
     """Casts tensors for the export and counts how many changed weights still differ from the source afterwards."""
 
-    def __init__(self, config: Config, model: nn.Module, dtype: torch.dtype) -> None:
-        self._dtype, self._changed, self._kept = dtype, 0, 0
+    def __init__(self, config: Config, model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+        self._dtypes, self._changed, self._kept = dtypes, 0, 0
         self._source: dict[str, Piece] = {}
-        if config.model.init == "pretrained" and dtype != torch.float32:
+        if config.model.init == "pretrained" and set(dtypes.values()) != {torch.float32}:
             try:
                 self._source = dict(plan_loading(model, Path(config.model.path)).pieces)
             except FsdpTrainerError:  # the source is only compared with; without it there is nothing to say
                 self._source = {}
 
     def cast(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor in the exported dtype; what is not floating-point stays as it is."""
-        if not tensor.is_floating_point():
-            return tensor
-        result = tensor.to(self._dtype)
+        """Return the tensor in the dtype it is written in."""
+        result = tensor.to(self._dtypes[name])
         if name in self._source and tensor.dim():
             source = torch.empty_like(tensor)
             self._source[name].copy_into(source, tuple((0, size) for size in tensor.shape))
             changed = source != tensor
             self._changed += int(changed.sum())
-            self._kept += int((changed & (result != source.to(self._dtype))).sum())
+            self._kept += int((changed & (result != source.to(result.dtype))).sum())
         return result
 
     def describe(self, dtype: str) -> list[str]:

@@ -64,6 +64,20 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "router_aux_loss_coef": 0.5,
         },
     ),
+    # A persistent buffer: each expert's correction of its router score.
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {
+            "head_dim": 12,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
     "gpt_oss": ("GptOssConfig", {**EXPERTS, "head_dim": 12, "sliding_window": 8, "attention_dropout": 0.0}),
     "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}),
     "falcon": ("FalconConfig", {}),
@@ -83,6 +97,9 @@ def save_architecture(name: str, folder: str) -> str:
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter), alpha=0.05)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.2)
     model.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     return folder

@@ -76,6 +76,21 @@ def test_export_is_what_transformers_loads_and_saves(name: str, tmp_path: Path) 
     assert len(changed) > 0.9 * len(source), "two steps moved the weights"
 
 
+def test_what_transformers_keeps_in_fp32_is_written_so(tmp_path: Path) -> None:
+    """A persistent buffer and the routers' weights keep every bit in a bf16 export that saves again equal."""
+    model, target, again = (str(tmp_path / part) for part in ("source", "model", "again"))
+    run_ranks(architectures.save_architecture, 1, "glm4_moe", model)
+    run_ranks(export_runs.train_and_export, 2, settings_for(model, tmp_path), target, {"dtype": "bf16"})
+    loaded = run_ranks(export_runs.load_plainly, 1, target, again)[0]
+    assert loaded["info"] == {} and loaded["dtype"] == torch.bfloat16
+    source, written, resaved = (training_runs.read_weights(Path(folder)) for folder in (model, target, again))
+    kept = [key for key in written if key.endswith(("e_score_correction_bias", "mlp.gate.weight"))]
+    assert kept and {key for key, tensor in written.items() if tensor.dtype == torch.float32} == set(kept)
+    assert all(tensor.dtype == resaved[key].dtype and tensor.equal(resaved[key]) for key, tensor in written.items())
+    buffers = [key for key in kept if key.endswith("bias")]
+    assert buffers and all(written[key].equal(source[key]) for key in buffers)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str, tmp_path: Path) -> None:
     model = run_ranks(architectures.save_architecture, 1, name, str(tmp_path / "model"))[0]

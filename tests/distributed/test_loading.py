@@ -1,6 +1,6 @@
 """Every rank reads its own slices: the values are those of plain from_pretrained, whatever the folder looks like.
 
-Reports L 92 (no rank holds the whole model; measured elsewhere), 95 (in test_kind_i_precision.py) and 96.
+Reports L 92, 95 (in test_kind_i_precision.py and test_kind_l_loading.py) and 96.
 """
 
 from __future__ import annotations
@@ -146,3 +146,34 @@ def test_random_weights_are_the_same_on_any_number_of_ranks(kind: str, model_fol
     assert all(not results[0][name].equal(stored[name]) for name in matrices)
     assert all(results[0][name].std().item() == pytest.approx(0.1, rel=0.1) for name in matrices)
     assert models.TIED[kind] == ("lm_head.weight" not in results[0])
+
+
+def save_large(folder: str) -> str:
+    """Save a random model of 58M parameters, two thirds of them in the two tables."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    shape = {"vocab_size": 40_000, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4}
+    config = LlamaConfig(**shape, num_attention_heads=8, tie_word_embeddings=False)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+def loading_peak(small: dict[str, Any], large: dict[str, Any]) -> tuple[int, int, int]:
+    """Return this rank's peak of anonymous bytes above its base while building, its shard's bytes and the model's."""
+    from benchmarks.loading import Peaks
+
+    step_runs.build(small)  # first uses of gloo, FSDP and Transformers take memory of their own
+    with Peaks() as peaks:
+        run = step_runs.build(large)
+    parameters: list[Any] = list(run.model.parameters())
+    local, whole = sum(p.to_local().nbytes for p in parameters), sum(p.numel() * 4 for p in parameters)
+    return peaks.peak[0] - peaks.base[0], local, whole
+
+
+def test_l92_no_rank_holds_more_than_its_shard(model_folder: Folder, tmp_path: Path) -> None:
+    """Report 92: a fifth of the model above the shard is the limit; a second copy of anything would pass it."""
+    large = run_ranks(save_large, 1, str(tmp_path / "large"))[0]
+    small, settings = settings_for(model_folder("llama"), tmp_path), settings_for(large, tmp_path)
+    for peak, local, whole in run_ranks(loading_peak, 2, small, settings):
+        assert 0.45 * whole < local < 0.55 * whole
+        assert local * 0.9 < peak < local + 0.2 * whole, (peak, local, whole)
