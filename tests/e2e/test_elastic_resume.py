@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests import training_runs
-from tests.e2e.tiny_run import tiny
+from tests.e2e.tiny_run import leave_as_if_killed, tiny
 from tests.fault_runs import comparable_metrics, read_seen, read_status, run
 
 Folder = Callable[[str], str]
@@ -52,13 +51,6 @@ def quiet(model_folder: Folder, folder: Path) -> dict[str, dict[str, Any]]:
     return runs
 
 
-def keep_only(settings: dict[str, Any], step: int, output: Path) -> None:
-    """Make `output` what a kill after the save of `step` would have left of a finished run."""
-    name = f"checkpoints/step-{step:08d}"
-    shutil.copytree(Path(settings["output_dir"]) / name, output / name)
-    shutil.copy(Path(settings["output_dir"]) / "metrics.jsonl", output)
-
-
 def assert_same_training(folder: Path, expected: Path, *, from_step: int) -> None:
     """Rows are equal step by step, and every number of the metrics within the tolerance."""
     rows, planned = ([seen[:2] for seen in read_seen(path, 0)] for path in (folder, expected))
@@ -83,7 +75,7 @@ def test_another_world_goes_on(saved: str, resumed: str, quiet: dict[str, dict[s
     settings["sharding"].setdefault("replicate", 1)
     if sharding is not HYBRID:
         settings["sharding"]["replicate"] = 1
-    keep_only(quiet[saved], SAVED_AT, output)
+    leave_as_if_killed(quiet[saved], SAVED_AT, output)
     assert run(settings, world) == [0] * world
     assert_same_training(output, Path(quiet[saved]["output_dir"]), from_step=SAVED_AT)
     assert read_status(output)["state"] == "finished"
