@@ -153,7 +153,7 @@ RULES: Mapping[str, Rule] = {
     **_rules("refused", "another optimizer has other state", "optim.name", "optim.state_dtype"),
     **_rules(
         "refused",
-        "weights move differently from here on, in silence",
+        "weights move differently from here on",
         "optim.lr",
         "optim.betas",
         "optim.eps",

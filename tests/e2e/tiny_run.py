@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -42,3 +43,10 @@ def assert_same_run(quiet: dict[str, Any], struck: dict[str, Any]) -> None:
     assert differing(end_state(other), end_state(one)) == []
     assert read_status(other) == read_status(one)
     assert read_status(other)["state"] == "finished"
+
+
+def leave_as_if_killed(settings: dict[str, Any], step: int, output: Path) -> None:
+    """Make `output` what a kill after the save of `step` would have left of a finished run that kept it."""
+    name = f"checkpoints/step-{step:08d}"
+    shutil.copytree(Path(settings["output_dir"]) / name, output / name)
+    shutil.copy(Path(settings["output_dir"]) / "metrics.jsonl", output)
