@@ -112,7 +112,8 @@ def unfinished(folder: Path) -> Path:
 def exported_bytes(model: nn.Module, *, dtype: str, hf_config: Any) -> int:
     """Return the bytes of the tensors that `export_model` writes."""
     target = resolve_dtype(dtype, hf_config, model)
-    return sum(_bytes(tensor, target) for tensor in exported_weights(model).values())
+    weights = exported_weights(model).values()
+    return sum(t.numel() * (target if t.is_floating_point() else t.dtype).itemsize for t in weights)
 
 
 # What is written

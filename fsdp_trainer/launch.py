@@ -111,7 +111,7 @@ def launch(
     if code == 0:
         return 0
     # The elastic agent turns every exit code of a worker into 1; the workers' own stands in the run folder.
-    written, message = _read_status(status) if _modified(status) != before else (None, "")
+    written, message = read_status(status) if _modified(status) != before else (None, "")
     if message:  # said again, since the agent's own report has just scrolled it away
         (on_line or log_error)(f"error: {message}")
     if written:
@@ -181,7 +181,9 @@ def _passing_signals(child: "subprocess.Popen[Any]") -> Iterator[list[int]]:
     def handle(number: int, _frame: FrameType | None) -> None:
         received.append(number)
         if len(received) == 1:
-            workers.extend(ask_workers_to_stop(child.pid))
+            # SIGHUP means the terminal is gone; the workers know SIGTERM and Ctrl-C.
+            passed = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+            workers.extend(ask_workers_to_stop(child.pid, number=passed))
         elif len(received) == 2:
             child.terminate()  # the elastic agent gives its workers 30 s
         else:
@@ -200,8 +202,10 @@ def _passing_signals(child: "subprocess.Popen[Any]") -> Iterator[list[int]]:
         _kill(workers)  # an agent that was ended in a bad moment leaves them behind
 
 
-def ask_workers_to_stop(agent_pid: int, *, script: str = str(SCRIPT)) -> list[psutil.Process]:
-    """Send SIGTERM to the processes that run the training script, not to the agent above them; return them.
+def ask_workers_to_stop(
+    agent_pid: int, *, number: int = signal.SIGTERM, script: str = str(SCRIPT)
+) -> list[psutil.Process]:
+    """Send a signal to the processes that run the training script, not to the agent above them; return them.
 
     The agent must live: on its own SIGTERM it kills the workers after 30 s, in the middle of a save.
     """
@@ -250,7 +254,7 @@ def _modified(path: Path) -> int | None:
     return path.stat().st_mtime_ns if path.is_file() else None
 
 
-def _read_status(path: Path) -> tuple[int | None, str]:
+def read_status(path: Path) -> tuple[int | None, str]:
     """Return the exit code and the message that the workers left, where the file holds them."""
     try:
         status = json.loads(path.read_text(encoding="utf-8"))

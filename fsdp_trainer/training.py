@@ -30,16 +30,17 @@ from fsdp_trainer.data.loader import evaluation_windows, iterate_windows, steps_
 from fsdp_trainer.data.rows import Rows
 from fsdp_trainer.errors import ConfigError, FsdpTrainerError, Interrupted, NonFiniteError
 from fsdp_trainer.export import export_model
-from fsdp_trainer.launch import launch
+from fsdp_trainer.launch import launch, read_status
 from fsdp_trainer.memory.measure import measure_memory
 from fsdp_trainer.model_card import format_model_card
 from fsdp_trainer.optim.schedule import learning_rate, warmup_length
 from fsdp_trainer.progress import log_line
 from fsdp_trainer.rank_watch import RankWatch, watch_ranks
 from fsdp_trainer.resume_rules import check_resume, describe
-from fsdp_trainer.run import Run, build_run
+from fsdp_trainer.run import Run, build_run, check_model
 from fsdp_trainer.run_folder import (
     SETTINGS,
+    STATUS,
     append_metrics,
     has_evaluation,
     trim_metrics,
@@ -92,9 +93,12 @@ def _start_processes(config: Config, processes: int) -> Path:
         on_line = log_line if "ipykernel" in sys.modules else None
         code = launch(config, arguments=["--config", str(settings)], processes=processes, on_line=on_line)
     if code:
+        _, message = read_status(Path(config.output_dir) / STATUS)
         known = {error.exit_code: error for error in FsdpTrainerError.__subclasses__()}
         raise known.get(code, FsdpTrainerError)(
-            "The run did not finish.", values=f"exit code {code}", fix="the messages above say why"
+            "The run did not finish.",
+            values=f"exit code {code}",
+            fix="see the message of the rank that failed" + (f": {message}" if message else ""),
         )
     return Path(config.output_dir)
 
@@ -113,6 +117,8 @@ class _Session:
 
 def _finetune(config: Config, runtime: Runtime, stop: StopRequest, watch: RankWatch | None) -> Path:
     output_dir = Path(config.output_dir)
+    # Before the data, which may take hours; and on one rank of a node first, since it may download.
+    runtime.main_first("check the model", lambda: check_model(config, runtime))
     data = runtime.main_first(
         "prepare data",
         lambda: load_training_data(config, is_writer=runtime.local_rank == 0, show=runtime.is_main),
@@ -139,6 +145,7 @@ def _finetune(config: Config, runtime: Runtime, stop: StopRequest, watch: RankWa
         )
         best = run_on_main(lambda: read_best(resume_from)) if config.checkpoint.keep_best else None
         log_line(f"resumed from {resume_from} at step {progress.step}", is_main=runtime.is_main)
+    _check_length(config, total_steps=total_steps, step=progress.step)
     check_disk(run, output_dir=output_dir, step=progress.step, total_steps=total_steps)
     if runtime.is_main:
         write_text_atomically(output_dir / SETTINGS, config.to_yaml())
@@ -394,15 +401,12 @@ def _find_start(config: Config, runtime: Runtime, output_dir: Path, *, facts: Ma
 
     CheckpointError on every rank when it is of another run than `facts` describe; what else changed is logged.
     """
-    if runtime.is_main:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(output_dir)
-    found = find_checkpoint(output_dir, resume=config.checkpoint.resume, log=log_line)
-    newest = next((path.resolve() for path in published(output_dir)), None)
-    if config.checkpoint.resume != "auto" and newest is not None and (found is None or found.resolve() != newest):
+    resume, newest = run_on_main(lambda: _choose_start(config.checkpoint.resume, output_dir))
+    found = find_checkpoint(output_dir, resume=resume, log=log_line)
+    if resume != "auto" and newest is not None and (found is None or found.resolve() != newest):
         raise ConfigError(
             "The run folder holds newer checkpoints: auto would take them up again later, a new run would delete them.",
-            values=f"checkpoint.resume: {config.checkpoint.resume}, newest {newest}",
+            values=f"checkpoint.resume: {resume}, newest {newest}",
             fix="set another output_dir, set checkpoint.resume: auto, or move the newer checkpoints away",
         )
     if found is not None:
@@ -411,6 +415,44 @@ def _find_start(config: Config, runtime: Runtime, output_dir: Path, *, facts: Ma
         for line in run_on_main(lambda: compare(read_state(found)["facts"])):
             log_line(line, is_main=runtime.is_main)
     return found
+
+
+def _choose_start(resume: str, output_dir: Path) -> tuple[str, Path | None]:
+    """Return where to look for a checkpoint and the newest in `output_dir`, after leftovers of killed saves are gone.
+
+    A path outside a folder that has checkpoints of its own is where the folder's run once began: that run goes on.
+    """
+    remove_leftovers(output_dir)
+    newest = next((path.resolve() for path in published(output_dir)), None)
+    elsewhere = (
+        resume not in ("auto", "never") and newest is not None and Path(resume).resolve().parent != newest.parent
+    )
+    if elsewhere:
+        log_line(f"{output_dir} has checkpoints of its own: going on from those, not from {resume}")
+    return ("auto" if elsewhere else resume), newest
+
+
+def _check_length(config: Config, *, total_steps: int, step: int) -> None:
+    """Refuse settings that cannot take effect in a run of this length, known only now."""
+    warmup, every = config.schedule.warmup_steps, config.eval.every_steps
+    if warmup is not None and warmup >= total_steps:
+        raise ConfigError(
+            "The warm-up is as long as the run, so the learning rate never gets to optim.lr.",
+            values=f"schedule.warmup_steps: {warmup}, {total_steps} steps",
+            fix=f"set schedule.warmup_steps below {total_steps}, or train longer",
+        )
+    if config.data.eval is not None and not config.eval.at_end and every is not None and every > total_steps:
+        raise ConfigError(
+            "The held-out data would never be measured.",
+            values=f"eval.every_steps: {every}, eval.at_end: false, {total_steps} steps",
+            fix="set eval.at_end: true, or lower eval.every_steps",
+        )
+    if step > total_steps:
+        raise ConfigError(
+            "The run is further than the steps asked for.",
+            values=f"the checkpoint is at step {step}, the settings make {total_steps} steps",
+            fix="raise train.max_steps or train.epochs, or set checkpoint.resume to an earlier checkpoint elsewhere",
+        )
 
 
 def _finish(run: Run, session: _Session, progress: Progress) -> None:

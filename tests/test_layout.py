@@ -92,7 +92,6 @@ BELOW["top"] = set(BELOW) - {"cli"}
 SUB_PACKAGES = {"data", "optim", "memory", "interop", "report"}
 BANNED_NAMES = {"utils", "util", "core", "base", "common", "helpers", "misc", "registry", "manager", "callbacks"}
 # Answer at once on any machine: importing torch alone took 2 to 13 s.
-<<<<<<< HEAD
 WITHOUT_TORCH = (
     "errors",
     "units",
@@ -106,11 +105,7 @@ WITHOUT_TORCH = (
     "",
     "__main__",
 )
-WITHOUT_TORCH += ("data", "data.sources", "data.formats", "memory", "memory.hardware", "memory.estimate")
-=======
-WITHOUT_TORCH = ("errors", "units", "progress", "run_folder", "config", "cli", "launch", "demo", "", "__main__")
 WITHOUT_TORCH += ("run_lock", "data", "data.sources", "data.formats", "memory", "memory.hardware", "memory.estimate")
->>>>>>> integrity
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "bitsandbytes", "torchao"}
 MAY_PRINT = ("cli", "progress", "report", "demo")
 # simulated.py is the simulated part of the runtime: what it changes, it undoes on exit.

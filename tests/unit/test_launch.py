@@ -165,7 +165,7 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
     command = [sys.executable, str(agent), str(worker), "2", str(folder), getattr(request, "param", "strong")]
     monkeypatch.setattr(launching, "launch_command", lambda *a, **k: command)
     real = ask_workers_to_stop
-    monkeypatch.setattr(launching, "ask_workers_to_stop", lambda pid: real(pid, script=str(worker)))
+    monkeypatch.setattr(launching, "ask_workers_to_stop", lambda pid, **more: real(pid, script=str(worker), **more))
     return folder
 
 
