@@ -193,7 +193,11 @@ def _checkpoint_digests(folder: str) -> dict[str, str]:
     reader = FileSystemReader(folder)
     entries = reader.read_metadata().state_dict_metadata
     assert all(isinstance(entry, TensorStorageMetadata) for entry in entries.values()), "an entry is a pickle"
-    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
     load(tensors, storage_reader=reader, no_dist=True)
     progress = json.loads((Path(folder) / "state.json").read_text())["progress"]
     return {name: digest(tensor) for name, tensor in tensors.items()} | {"progress": str(progress)}
