@@ -367,8 +367,9 @@ class TrainConfig(Section):
     )
     timeout_minutes: Annotated[float, Field(gt=0)] = Field(
         default=30.0,
-        description="Minutes after which a collective that some rank never joined ends the run. Lower finds a hang "
-        "sooner; it must be longer than the slowest save or load.",
+        description="Minutes after which a rank that shows no sign of life, or a collective that some rank never "
+        "joined, ends the run; a lost rank is named. Lower finds a hang sooner; it must be longer than the slowest "
+        "save or load.",
     )
 
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,28 +26,30 @@ from fsdp_trainer.runtime import Runtime
 _FIX = "look for its own message or an out-of-memory kill in the system's log; the same command goes on from the last "
 _FIX += "checkpoint"
 
+# A rank that hangs in a collective does not notice that another has failed, and torch's agent gives it 30 s.
+SECONDS_AFTER_A_FAILURE = 10.0
+
 
 @dataclass
 class _Peer:
     """What another rank last said of itself, and when that was new to us."""
 
     seen: float
-    record: dict[str, Any] = field(default_factory=dict)
+    record: dict[str, Any]
 
     def process(self) -> psutil.Process | None:
         """Return its process where it runs on this machine and has not been replaced by another of the same number."""
-        if self.record.get("host") != socket.gethostname():
+        if self.record["host"] != socket.gethostname():
             return None
         with suppress(psutil.Error):
             process = psutil.Process(self.record["pid"])
-            if process.create_time() == self.record["started"]:
+            # Not equal to the last digit: it is counted from the boot, whose time a clock that is set moves.
+            if abs(process.create_time() - self.record["started"]) < 2:
                 return process
         return None
 
     def is_gone(self) -> bool:
         """Return whether it has said goodbye, or its process on this machine is no more."""
-        if not self.record:
-            return False
         if self.record["ended"]:
             return True
         process = self.process()
@@ -61,21 +63,28 @@ class _Peer:
 class RankWatch:
     """Shows that this rank is alive and watches the others; `step` is for the loop to set, and only shown.
 
-    Ends the process with DistributedError's exit code when a rank was silent for `limit` seconds: the main thread may
-    hang in a collective that no exception reaches (NCCL), so there is no other way out.
+    Ends the process with DistributedError's exit code when a rank was silent for `limit` seconds, or has failed and
+    this one does not follow: the main thread may hang where no exception reaches it (NCCL), so there is no other way.
     """
 
     def __init__(
-        self, store: dist.Store, *, rank: int, world_size: int, limit: float, interval: float, output_dir: Path
+        self,
+        store: dist.Store,
+        *,
+        rank: int,
+        processes: list[dict[str, Any]],
+        limit: float,
+        interval: float,
+        output_dir: Path,
     ) -> None:
         self.step = 0
         self._store, self._rank, self._limit, self._interval = store, rank, limit, interval
         self._output_dir = output_dir
         now = time.monotonic()
-        self._peers = {peer: _Peer(now) for peer in range(world_size) if peer != rank}
+        self._me = processes[rank]
+        self._peers = {peer: _Peer(now, record) for peer, record in enumerate(processes) if peer != rank}
         self._answered = now  # when the store last did
         self._closed, self._explaining = threading.Event(), False
-        self._me = {"host": socket.gethostname(), "pid": os.getpid(), "started": psutil.Process().create_time()}
         # Two threads: where the process that holds the store is stopped, the one that talks to it waits for ever.
         self._talker = threading.Thread(target=self._talk, name="rank-watch-store", daemon=True)
         threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
@@ -88,17 +97,17 @@ class RankWatch:
         """
         self._closed.set()
         self._talker.join(timeout=2 * self._interval)
-        goodbye = threading.Thread(target=self._say_goodbye, args=(together and self._rank == 0,), daemon=True)
+        goodbye = threading.Thread(target=self._say_goodbye, args=(together,), daemon=True)
         goodbye.start()
         goodbye.join(timeout=3 * self._interval)
 
-    def _say_goodbye(self, wait: bool) -> None:
+    def _say_goodbye(self, together: bool) -> None:
         deadline = time.monotonic() + 2 * self._interval
         with suppress(RuntimeError):
-            self._say(ended=True)
-            while wait and time.monotonic() < deadline:
+            self._say(ended=True, failed=not together)
+            while together and self._rank == 0 and time.monotonic() < deadline:
                 self._listen()
-                if all(peer.record.get("ended") for peer in self._peers.values()):
+                if all(peer.record["ended"] for peer in self._peers.values()):
                     return
                 time.sleep(0.01)
 
@@ -110,7 +119,7 @@ class RankWatch:
             time.sleep(self._interval / 4)
         first_line = f"{error}\n".splitlines()[0].split(". This is typically")[0] or type(error).__name__
         if not lost:
-            steps = {peer: known.record.get("step", 0) for peer, known in self._peers.items()} | {self._rank: self.step}
+            steps = {peer: known.record["step"] for peer, known in self._peers.items()} | {self._rank: self.step}
             behind = [rank for rank, step in steps.items() if step == min(steps.values())]
             where = "; every rank is alive" if len(behind) == len(steps) else f"; last in step: {_ranks(behind)}"
             return DistributedError(
@@ -125,12 +134,11 @@ class RankWatch:
                 self._say(ended=False)
                 self._listen()
                 self._answered = time.monotonic()
-                all_known = all(peer.record for peer in self._peers.values())
-                if self._closed.wait(self._interval if all_known else self._interval / 10):
+                if self._closed.wait(self._interval):
                     return
 
-    def _say(self, *, ended: bool) -> None:
-        record = {**self._me, "step": self.step, "ended": ended, "at": time.monotonic()}
+    def _say(self, *, ended: bool, failed: bool = False) -> None:
+        record = {**self._me, "step": self.step, "ended": ended, "failed": failed, "at": time.monotonic()}
         self._store.set(str(self._rank), json.dumps(record))
 
     def _listen(self) -> None:
@@ -152,8 +160,14 @@ class RankWatch:
                 for peer in self._peers.values():
                     peer.seen = now
             before = now
-            if not self._explaining and (lost := self._find_lost(silent_for=self._limit, gone=False)):
-                self._give_up(lost)
+            failed = {
+                peer: "has failed"
+                for peer, known in self._peers.items()
+                if known.record["failed"] and now - known.seen > SECONDS_AFTER_A_FAILURE
+            }
+            lost = failed or self._find_lost(silent_for=self._limit, gone=False)
+            if lost and not self._explaining:
+                self._give_up(lost, has_said_why=bool(failed))
 
     def _find_lost(self, *, silent_for: float, gone: bool = True) -> dict[int, str]:
         """Return why a rank counts as lost, by rank; -1 is the launcher where that holds the store."""
@@ -165,31 +179,37 @@ class RankWatch:
                     lost[peer] = "has ended" if ended else "is gone: its process was killed"
         if not lost and (silent := now - self._answered) > silent_for:
             holder = -1 if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
-            if holder not in self._peers or not self._peers[holder].record.get("ended"):
+            if holder not in self._peers or not self._peers[holder].record["ended"]:
                 lost[holder] = f"has not answered for {silent:.0f} s (it holds the ranks' common store)"
         elif not lost:
             for peer, known in self._peers.items():
-                if (silent := now - known.seen) > silent_for and not known.record.get("ended"):
+                if (silent := now - known.seen) > silent_for and not known.record["ended"]:
                     lost[peer] = f"has not answered for {silent:.0f} s{_describe_process(known)}"
         return lost
 
-    def _give_up(self, lost: dict[int, str]) -> None:
+    def _give_up(self, lost: dict[int, str], *, has_said_why: bool) -> None:
         error = _lost_error(lost, detail=f"after step {self.step}")
         log_error(f"[rank {self._rank}] error: {error}")
-        step = self.step
+        step, state = self.step, "running"
         with suppress(OSError, ValueError, KeyError, TypeError):
-            step = json.loads((self._output_dir / STATUS).read_text(encoding="utf-8"))["step"]
-        with suppress(OSError):
-            write_status(self._output_dir, state="failed", exit_code=error.exit_code, step=step, message=str(error))
+            status = json.loads((self._output_dir / STATUS).read_text(encoding="utf-8"))
+            step, state = status["step"], status["state"]
+        if not has_said_why or state == "running":
+            with suppress(OSError):
+                write_status(self._output_dir, state="failed", exit_code=error.exit_code, step=step, message=str(error))
         self._end_silent(lost)
         os._exit(error.exit_code)
 
     def _end_silent(self, lost: dict[int, str]) -> None:
-        """End lost ranks of this machine: a stopped process keeps the launcher's SIGTERM for later, and its memory."""
+        """End lost ranks of this machine: a stopped process keeps the launcher's SIGTERM for later, and its memory.
+
+        Not one that was silent for a moment only: it may be about to say what went wrong.
+        """
         for rank in lost:
             peer = self._peers.get(rank)
-            process = peer.process() if peer is not None and not peer.record.get("ended") else None
-            if process is not None:
+            if peer is None or peer.record["ended"] or time.monotonic() - peer.seen < self._limit / 2:
+                continue
+            if (process := peer.process()) is not None:
                 with suppress(psutil.Error):
                     process.kill()
 
@@ -208,13 +228,16 @@ def watch_ranks(runtime: Runtime, *, timeout_minutes: float, output_dir: Path) -
     turn = store.add(f"alive/turns of rank {runtime.rank}", 1)  # a process may train twice
     timeout = 60 * timeout_minutes
     interval = min(2.0, max(0.1, timeout / 20))
+    me = {"host": socket.gethostname(), "pid": os.getpid(), "started": psutil.Process().create_time()}
+    processes: list[Any] = [None] * runtime.world_size
+    # Told before anything can happen: a rank that is lost early is to be named, and ended, as well.
+    dist.all_gather_object(processes, {**me, "step": 0, "ended": False, "failed": False})
     watch = RankWatch(
         dist.PrefixStore(f"alive/{turn}", store),
         rank=runtime.rank,
-        world_size=runtime.world_size,
-        limit=max(
-            timeout - 2 * interval, timeout / 2
-        ),  # before NCCL's own watchdog, which aborts the process without a name
+        processes=processes,
+        # Before NCCL's own watchdog, which aborts the process without a name.
+        limit=max(timeout - 2 * interval, timeout / 2),
         interval=interval,
         output_dir=output_dir,
     )
@@ -243,8 +266,6 @@ def _lost_error(lost: dict[int, str], *, detail: str) -> DistributedError:
 
 
 def _describe_process(peer: _Peer) -> str:
-    if not peer.record:
-        return ""
     where, process = f"process {peer.record['pid']} on {peer.record['host']}", peer.process()
     with suppress(psutil.Error):
         return f" ({where}, {process.status()})" if process is not None else f" ({where})"

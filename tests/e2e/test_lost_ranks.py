@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +19,8 @@ from fsdp_trainer.errors import DistributedError
 from tests import training_runs
 from tests.e2e.commands import PROFILE, SCRIPT, environment, executable, write_settings
 from tests.e2e.tiny_run import assert_same_run, tiny
-from tests.fault_runs import Fault, read_status, run, run_losing
+from tests.fault_runs import Fault, read_status, run, run_losing, train
+from tests.ranks import RankFailed, run_ranks
 
 Folder = Callable[[str], str]
 LOST = DistributedError.exit_code
@@ -65,6 +69,59 @@ def test_a_killed_rank_ends_the_others_at_once(victim: int, quiet: dict[str, Any
     assert f"rank {victim} is gone: its process was killed; after step " in status["message"]
 
     assert run(settings, 2) == [0, 0]
+    assert_same_run(quiet, settings)
+
+
+def train_stuck(settings: dict[str, Any]) -> int:
+    """Train; on rank 1 the main thread falls asleep in the sixth step, while the process lives."""
+    from fsdp_trainer import training
+
+    take_step, calls = training.train_step, itertools.count(1)
+
+    def stuck(*args: Any, **options: Any) -> Any:
+        if os.environ["RANK"] == "1" and next(calls) == 6:
+            time.sleep(1000)
+        return take_step(*args, **options)
+
+    training.train_step = stuck
+    return train(settings)
+
+
+def test_a_rank_that_hangs_alive_ends_soon_after_the_others_gave_up(quiet: dict[str, Any], tmp_path: Path) -> None:
+    timeout = 5.0
+    settings = {**quiet, "output_dir": str(tmp_path / "run")}
+    settings["train"] = {**quiet["train"], "timeout_minutes": timeout / 60}
+    start = time.monotonic()
+    with pytest.raises(RankFailed, match=f"rank 1\ndied with exit code {LOST}"):
+        run_ranks(train_stuck, 2, settings, timeout=60.0)
+    assert time.monotonic() - start < timeout + 20
+    status = read_status(tmp_path / "run")
+    assert (status["state"], status["exit_code"]) == ("failed", LOST)
+    assert "The ranks lost touch." in status["message"]
+    assert "every rank is alive" in status["message"]
+    assert run(settings, 2) == [0, 0]
+    assert_same_run(quiet, settings)
+
+
+def train_paused(settings: dict[str, Any], seconds: float) -> int:
+    """Train; rank 1 is stopped in a step, and goes on after a while."""
+
+    def wake() -> None:
+        pid = Path(settings["output_dir"]) / "pid-of-rank1"
+        while not pid.is_file() or psutil.Process(int(pid.read_text())).status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
+        time.sleep(seconds)
+        psutil.Process(int(pid.read_text())).resume()
+
+    if os.environ["RANK"] == "0":
+        threading.Thread(target=wake, daemon=True).start()
+    return train(settings, Fault(signal.SIGSTOP, (1,), call=6))
+
+
+def test_a_rank_that_pauses_is_waited_for(quiet: dict[str, Any], tmp_path: Path) -> None:
+    settings = {**quiet, "output_dir": str(tmp_path / "run")}
+    settings["train"] = {**quiet["train"], "timeout_minutes": 8.0 / 60}
+    assert run_ranks(train_paused, 2, settings, 3.0) == [0, 0]
     assert_same_run(quiet, settings)
 
 
