@@ -6,7 +6,6 @@ Training, planning and the tests all call `build_run`; on a simulated runtime th
 import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -127,7 +126,7 @@ def _fill(model: nn.Module, hf_config: Any, config: Config) -> None:
     if config.model.init == "random":
         initialize_randomly(model, hf_config, seed=config.train.seed, trust_remote_code=config.model.trust_remote_code)
     else:
-        load_weights(model, Path(config.model.path))
+        load_weights(model, config.model.path, revision=config.model.revision)
 
 
 def _build_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
