@@ -23,16 +23,18 @@ from fsdp_trainer.conversions import loading_conversions
 from fsdp_trainer.errors import CheckpointError
 from fsdp_trainer.model import named_weights
 from fsdp_trainer.pieces import Cut, Joined, Piece, Stacked, Transposed
-from fsdp_trainer.weight_files import BLOCK_BYTES, FLOATING, Ranges, StoredTensor, open_weights
+from fsdp_trainer.weight_files import BLOCK_BYTES, FLOATING, Ranges, StoredTensor, find_folder, open_weights
 
 
-def load_weights(model: Any, path: str | Path) -> None:
-    """Fill the shards of `model` from a folder of safetensors or `.bin` files; all ranks call it, all fail together.
+def load_weights(model: Any, path: str, *, revision: str | None = None) -> None:
+    """Fill the shards of `model` from a folder, or a hub repository, of safetensors or `.bin` files.
+
+    All ranks call it, and all fail together.
 
     Values are cast to the parameter's dtype. CheckpointError names tensors that are missing, unexpected, of another
     shape, quantised, or different where the model ties them: none of them may be guessed.
     """
-    run_on_all(lambda: _load(model, Path(path)))
+    run_on_all(lambda: _load(model, find_folder(path, revision=revision)))
 
 
 @torch.no_grad()

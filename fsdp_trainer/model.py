@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -56,32 +55,6 @@ def load_hf_config(path: str, *, revision: str | None = None, trust_remote_code:
             fix=fix,
         ) from error
     return config
-
-
-def locate_weights(path: str, *, revision: str | None = None) -> Path:
-    """Return the folder with the model's weights: `path` itself, or the hub's files in the local cache.
-
-    Downloads what is not there yet: on one rank of a node first, see Runtime.main_first. Safetensors where the hub has
-    them, else `.bin` files.
-    """
-    if Path(path).exists():
-        return Path(path)
-    try:
-        for patterns in (["*.safetensors", "*.safetensors.index.json"], ["pytorch_model*.bin", "*.bin.index.json"]):
-            folder = Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
-            if any(folder.glob(patterns[0])):
-                return folder
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            "The model's weights cannot be downloaded.",
-            values=f"model.path: {path} ({type(error).__name__}: {str(error).splitlines()[0]})",
-            fix="set model.path to a local folder, or to a hub id that can be reached",
-        ) from error
-    raise ConfigError(
-        "The hub has no weights that can be read for this model.",
-        values=f"model.path: {path}: neither *.safetensors nor pytorch_model*.bin",
-        fix="name a model that has them, or set model.init: random",
-    )
 
 
 def check_positions(hf_config: Any, parts: ModelParts, *, seq_len: int) -> None:

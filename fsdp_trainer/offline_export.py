@@ -46,6 +46,7 @@ from fsdp_trainer.pieces import Piece
 from fsdp_trainer.progress import log_line
 from fsdp_trainer.run_folder import SETTINGS
 from fsdp_trainer.training_data import load_generation_config, load_tokenizer
+from fsdp_trainer.weight_files import find_folder
 
 
 def export_checkpoint(
@@ -171,7 +172,9 @@ class _Rounding:
         self._source: dict[str, Piece] = {}
         if config.model.init == "pretrained" and set(dtypes.values()) != {torch.float32}:
             try:
-                self._source = dict(plan_loading(model, Path(config.model.path)).pieces)
+                self._source = dict(
+                    plan_loading(model, find_folder(config.model.path, revision=config.model.revision)).pieces
+                )
             except FsdpTrainerError:  # the source is only compared with; without it there is nothing to say
                 self._source = {}
 

@@ -24,7 +24,6 @@ from fsdp_trainer.model import (
     check_positions,
     find_parts,
     load_hf_config,
-    locate_weights,
     materialize_parameters,
     place_buffers,
 )
@@ -33,6 +32,7 @@ from fsdp_trainer.router_loss import find_router_loss
 from fsdp_trainer.runtime import Runtime, check_precision
 from fsdp_trainer.sharding import COMPUTE_DTYPES, Sharding, apply_sharding, build_mesh, strategy_name
 from fsdp_trainer.units import format_bytes, format_count
+from fsdp_trainer.weight_files import find_folder
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def check_model(config: Config, runtime: Runtime) -> None:
     check_positions(model.config, parts, seq_len=config.data.seq_len)
     apply_freezing(model, config.model.freeze)
     if config.model.init == "pretrained":
-        plan_loading(model, locate_weights(config.model.path, revision=config.model.revision))
+        plan_loading(model, find_folder(config.model.path, revision=config.model.revision))
 
 
 def _shard(model: nn.Module, parts: ModelParts, config: Config, runtime: Runtime) -> Sharding:
@@ -146,7 +146,7 @@ def _fill(model: nn.Module, hf_config: Any, config: Config) -> None:
     if config.model.init == "random":
         initialize_randomly(model, hf_config, seed=config.train.seed, trust_remote_code=config.model.trust_remote_code)
     else:
-        load_weights(model, locate_weights(config.model.path, revision=config.model.revision))
+        load_weights(model, config.model.path, revision=config.model.revision)
 
 
 def _build_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 
 from fsdp_trainer.errors import CheckpointError
@@ -48,6 +49,29 @@ class StoredTensor:
             stop = min(last, start + step)
             block = self.read((slice(start, stop), *(slice(a, b) for a, b in rest)))
             target[start - first : stop - first].copy_(block)
+
+
+def find_folder(path: str, *, revision: str | None = None) -> Path:
+    """Return the model folder that `path` names: itself, or where the hub's cache holds that repository's weights.
+
+    What the cache lacks is downloaded, safetensors where the repository has them; ranks of a node share the cache and
+    wait for each other's files. CheckpointError when there is neither such a folder nor such a repository in reach.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        for name in (SAFETENSORS, BIN):
+            patterns = [name, name + INDEX, f"*{Path(name).suffix}"]
+            folder = Path(snapshot_download(path, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]))
+            if any((folder / file).exists() for file in patterns[:2]):
+                return folder
+    except (OSError, ValueError) as error:  # the hub's own errors are both
+        raise CheckpointError(
+            "The model's weights cannot be found.",
+            values=f"model.path: {path}, revision {revision or 'main'}: {str(error).splitlines()[0]}",
+            fix="set model.path to a folder with safetensors, or to a hub id that is in reach or was downloaded before",
+        ) from error
+    return folder
 
 
 def open_weights(folder: Path) -> dict[str, StoredTensor]:

@@ -250,6 +250,32 @@ def test_l_links_of_the_hub_cache_are_followed(model_folder: Folder, tmp_path: P
     check(snapshot, tmp_path)
 
 
+def found_in_cache(cache: str, name: str, revision: str | None) -> str:
+    import huggingface_hub.constants
+
+    from fsdp_trainer.weight_files import find_folder
+
+    huggingface_hub.constants.HF_HUB_CACHE = cache
+    return str(find_folder(name, revision=revision))
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_l_weights_of_a_hub_id_come_from_the_cache(file: str, tmp_path: Path) -> None:
+    """Without a network; a repository that is not in the cache is refused by name."""
+    repository = tmp_path / "models--some--model"
+    snapshot = repository / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("a" * 40)
+    (snapshot / file).write_bytes(b"")
+    for revision in (None, "a" * 40):
+        assert run_ranks(found_in_cache, 1, str(tmp_path), "some/model", revision)[0] == str(snapshot)
+    for name, revision in (("some/other", None), ("some/model", "b" * 40), ("no folder at all/../x", None)):
+        with pytest.raises(CheckpointError) as caught:
+            run_ranks(found_in_cache, 1, str(tmp_path), name, revision)
+        assert name in caught.value.values
+
+
 def test_l_quantised_tensors_are_refused(model_folder: Folder, tmp_path: Path) -> None:
     folder = copy_of(model_folder("llama"), tmp_path / "model")
     name = "model.layers.1.mlp.up_proj.weight"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+import tests.ranks
 from fsdp_trainer.errors import CheckpointError, ConfigError
 from tests import architectures, export_runs, models, training_runs
+from tests.e2e.commands import run_command
 from tests.ranks import run_ranks
 
 ModelFolder = Callable[[str], str]
@@ -67,9 +70,21 @@ def test_equals_what_the_run_exported_itself(kind: str, model_folder: ModelFolde
     assert loaded["chat_template"] == models.CHAT_TEMPLATE
     resaved = training_runs.read_weights(again)
     assert resaved.keys() == ours.keys() and all(tensor.equal(ours[name]) for name, tensor in resaved.items())
+    if kind == "llama_tied":
+        check_command(run, tmp_path)
     card = (out / "README.md").read_text()
     for words in (model, str(tmp_path / "data.jsonl"), "| optimizer steps | 4 ", "| optim.lr | 0.001 |", "torch 2"):
         assert words in card
+
+
+def check_command(run: Path, tmp_path: Path) -> None:
+    """The command does the same, in a process of its own."""
+    command = [sys.executable, "-m", "fsdp_trainer", "export", str(run), "--out", str(tmp_path / "by command")]
+    ended = run_command(command, cwd=tests.ranks.REPOSITORY)
+    assert ended.returncode == 0
+    assert "step 4 of" in ended.stdout
+    ours, theirs = training_runs.read_weights(tmp_path / "by command"), training_runs.read_weights(run / "model")
+    assert ours.keys() == theirs.keys() and all(tensor.equal(theirs[name]) for name, tensor in ours.items())
 
 
 def test_an_earlier_checkpoint_in_bf16_says_how_much_rounding_keeps(model_folder: ModelFolder, tmp_path: Path) -> None:
