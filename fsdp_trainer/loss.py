@@ -192,11 +192,16 @@ def attach_loss(
         )
 
     def forward_model(
-        *args: Any, supervision: Supervision | None = None, document_ids=None, lengths=None, **kwargs: Any
+        *args: Any,
+        supervision: Supervision | None = None,
+        document_ids=None,
+        document_lengths=None,
+        lengths=None,
+        **kwargs: Any,
     ):
         if supervision is None:
             return model_forward(*args, **kwargs)
-        documents = Documents(document_ids)
+        documents = Documents(document_ids, document_lengths)
         balances = router_loss is not None and model.training
         if router_loss is not None:
             kwargs["output_router_logits"] = balances

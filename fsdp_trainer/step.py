@@ -74,6 +74,7 @@ def _forward(run: Run, micro_batch: MicroBatch, scale: torch.Tensor) -> tuple[to
         input_ids=place(micro_batch.input_ids),
         position_ids=place(micro_batch.position_ids),
         document_ids=None if micro_batch.document_ids is None else place(micro_batch.document_ids),
+        document_lengths=micro_batch.document_lengths,
         lengths=None if micro_batch.lengths is None else place(micro_batch.lengths),
         supervision=Supervision(place(micro_batch.supervised_positions), place(micro_batch.targets), scale),
     )

@@ -30,6 +30,7 @@ class MicroBatch:
     supervised_positions: torch.Tensor  # int64 [n]: flat indices into batch * seq whose NEXT token is a target
     targets: torch.Tensor  # int64 [n]: the token to predict there
     lengths: torch.Tensor | None = None  # int64 [batch]: real tokens of each row; None when there is no padding
+    document_lengths: tuple[tuple[int, ...], ...] | None = None  # host copy of document_ids: each row's, padding last
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ def build_micro_batch(rows: Rows, indices: np.ndarray, *, seq_len: int, packing:
     document_ids = np.zeros(shape, dtype=np.int32)
     targets_here = np.zeros(shape, dtype=bool)
     lengths = np.zeros(shape[0], dtype=np.int64)
+    document_lengths: list[tuple[int, ...]] = []
     next_id = 0
     for row, border in enumerate(borders):
         lengths[row] = length = int(border[-1] - border[0])
@@ -137,6 +139,7 @@ def build_micro_batch(rows: Rows, indices: np.ndarray, *, seq_len: int, packing:
         position_ids[row] -= np.repeat(starts[:-1], spans)
         document_ids[row] = next_id + np.repeat(np.arange(len(spans)), spans)
         next_id += len(spans)
+        document_lengths.append(tuple(spans.tolist()))
     positions = np.flatnonzero(targets_here)
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids),
@@ -145,6 +148,7 @@ def build_micro_batch(rows: Rows, indices: np.ndarray, *, seq_len: int, packing:
         supervised_positions=torch.from_numpy(positions),
         targets=torch.from_numpy(input_ids.reshape(-1)[positions + 1]),
         lengths=torch.from_numpy(lengths),
+        document_lengths=None if one_document_rows else tuple(document_lengths),
     )
 
 
