@@ -237,7 +237,14 @@ def find_logit_transform(model: nn.Module, *, decoder: nn.Module, head: nn.Modul
         multiplier = hf_config.logit_scale
     transform = LogitTransform(multiplier, getattr(hf_config, "final_logit_softcapping", None))
     probe = torch.linspace(-40.0, 40.0, 8 * hf_config.vocab_size)[:: hf_config.vocab_size].reshape(1, 8, 1)
-    found = _run_with_stand_ins(model, decoder=decoder, head=head, hidden=probe)
+    try:
+        found = _run_with_stand_ins(model, decoder=decoder, head=head, hidden=probe)
+    except (RuntimeError, TypeError, AttributeError) as error:  # the model does more than decoder and head (BERT)
+        raise ConfigError(
+            f"{type(model).__name__} is not a decoder followed by an output head.",
+            values=f"model_type {hf_config.model_type}: {type(error).__name__}: {str(error).splitlines()[0]}",
+            fix="name a decoder-only causal language model",
+        ) from error
     # Still on meta: the model's forward went around its decoder's (OPT calls the decoder's own decoder).
     passed_through = found.shape == probe.shape and not found.is_meta
     if not passed_through or not torch.allclose(found.float(), transform.apply(probe), rtol=1e-5, atol=1e-6):

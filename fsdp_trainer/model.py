@@ -51,7 +51,7 @@ def load_hf_config(path: str, *, revision: str | None = None, trust_remote_code:
             fix = "read that code, then set model.trust_remote_code: true and, on the hub, model.revision to a commit"
         raise ConfigError(
             "The model's config cannot be read.",
-            values=f"model.path: {path} ({str(error).splitlines()[0]})",
+            values=f"model.path: {path} ({' '.join(str(error).split())[:300]})",
             fix=fix,
         ) from error
     return config

@@ -471,7 +471,9 @@ def _finish(run: Run, session: _Session, progress: Progress) -> None:
             card=format_model_card(config, progress=progress, versions=_versions(), dtype=config.export.dtype),
         )
         log_line(
-            f"model: {exported.folder} ({exported.total_bytes / 2**30:.2f} GiB, {config.export.dtype})",
+            f"model: {exported.folder} ({exported.total_bytes / 2**30:.2f} GiB, {config.export.dtype}"
+            + ("" if config.export.dtype == "fp32" else ": updates smaller than its rounding are lost, fp32 keeps them")
+            + ")",
             is_main=runtime.is_main,
         )
     if config.log.trackers:

@@ -196,7 +196,10 @@ def _stable_borders(
             break
         borders.append(len(before))
     else:
-        return whole, np.diff([*borders, len(whole)]).tolist()
+        found = np.diff([*borders, len(whole)]).tolist()
+        # A piece that vanished in its neighbour's token (unknown words, say) would not be trained on at all.
+        lost = any(piece.text and not length for piece, length in zip(pieces, found, strict=True))
+        return whole, None if lost else found
     same_text = encoder.tokenizer.decode(joined) == encoder.tokenizer.decode(whole)
     return joined, lengths if same_text else None
 

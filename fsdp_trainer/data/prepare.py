@@ -145,7 +145,7 @@ def build_rows(
     bad = [record for part in parts for record in part.bad]
     dropped = sum((part.dropped for part in parts), Counter())
     if not any(len(part.lengths) for part in parts):
-        raise _nothing_left(paths, records=records, dropped=dropped, bad=bad)
+        raise _nothing_left(paths, split=split, records=records, dropped=dropped, bad=bad)
     rows = _arrange(parts, seq_len=data.seq_len, packing=data.packing)
     return rows, _report(rows, parts, records=records, dropped=dropped, bad=bad, data=data, encoder=encoder)
 
@@ -243,12 +243,15 @@ def _report(
     )
 
 
-def _nothing_left(paths: Sequence[Path], *, records: int, dropped: Counter, bad: Sequence[BadRecord]) -> DataError:
+def _nothing_left(
+    paths: Sequence[Path], *, split: Split, records: int, dropped: Counter, bad: Sequence[BadRecord]
+) -> DataError:
     counts = [f"{count} {reason}" for reason, count in dropped.items()]
     counts += [f"{count} {kind} (skipped)" for kind, count in Counter(record.kind for record in bad).items()]
     first = f"; first: {bad[0].where}: {bad[0].what}" if bad else ""
     return DataError(
-        "no record is left to train on",
+        "no record is left to train on" if split == "train" else "no record is left to evaluate on",
         values=f"{records} records in {', '.join(map(str, paths))}: {', '.join(counts)}{first}",
-        fix="raise data.seq_len if answers are cut off, or look at the records and at data.format and data.train_on",
+        fix="raise data.seq_len if answers are cut off, or look at the records and at data.format and data.train_on"
+        + ("" if split == "train" else "; a larger share in data.eval holds more of them"),
     )
