@@ -435,11 +435,11 @@ def _choose_start(resume: str, output_dir: Path) -> tuple[str, Path | None]:
 def _check_length(config: Config, *, total_steps: int, step: int) -> None:
     """Refuse settings that cannot take effect in a run of this length, known only now."""
     warmup, every = config.schedule.warmup_steps, config.eval.every_steps
-    if warmup is not None and warmup >= total_steps:
+    if warmup is not None and warmup > total_steps:
         raise ConfigError(
-            "The warm-up is as long as the run, so the learning rate never gets to optim.lr.",
+            "The warm-up is longer than the run, so the learning rate never gets to optim.lr.",
             values=f"schedule.warmup_steps: {warmup}, {total_steps} steps",
-            fix=f"set schedule.warmup_steps below {total_steps}, or train longer",
+            fix=f"set schedule.warmup_steps to at most {total_steps}, or train longer",
         )
     if config.data.eval is not None and not config.eval.at_end and every is not None and every > total_steps:
         raise ConfigError(

@@ -80,7 +80,7 @@ def test_an_overflow_does_not_move_the_schedule(world_size: int, model_folder: F
     )
     got = run_ranks(training_runs.train, world_size, settings)[0]
     rows = [row for row in got["metrics"] if "loss" in row]
-    skipped = [not row["grad_norm"] < float("inf") for row in rows]
+    skipped = [row["grad_norm"] is None for row in rows]  # not finite, which JSON has no number for
     assert skipped[0], "the first scale overflows"
     assert sum(skipped) <= 8, "a later one fits"
     recipe = reference.Recipe(schedule="linear", warmup_steps=4, min_lr_ratio=0.0, total_steps=12)

@@ -124,7 +124,7 @@ def test_what_cannot_be_exported_is_refused(model_folder: ModelFolder, tmp_path:
     newest = run / "checkpoints" / "step-00000004"
     part = next(newest.glob("*.distcp"))
     part.write_bytes(part.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match=r"no complete checkpoint"):
+    with pytest.raises(CheckpointError, match=r"no complete and intact checkpoint"):
         run_ranks(export, 1, str(newest), str(tmp_path / "out"), {})
     (lines,) = run_ranks(export, 1, str(run), str(tmp_path / "out"), {})
     assert any("step-00000004" in line and line.startswith("skipped") for line in lines)
