@@ -2,8 +2,8 @@
 
 [Note: stages] Every stage uses `fully_shard`; stages differ in the mesh, in reshard_after_forward and in what happens
 between the micro-batches of one optimizer step. Counted collectives per step define them (tests/distributed/
-test_stages.py): stage 3 gathers in every forward and backward (the head's unit once for both), stages 1 and 2 gather once a step,
-stages 0 and 1 reduce once a step, stages 2 and 3 reduce every micro-batch and so keep gradients sharded.
+test_stages.py): stage 3 gathers in every forward and backward (the head's unit once for both), stages 1 and 2 gather
+once a step, stages 0 and 1 reduce once a step, stages 2 and 3 reduce every micro-batch and so keep gradients sharded.
 """
 
 from collections.abc import Sequence
@@ -99,7 +99,7 @@ def apply_sharding(
         fully_shard(layer, reshard_after_forward=reshard, **options)
     outer = _outer_units(parts)
     for unit in outer:
-        # The backward begins in the unit with the head, where the forward ended: freeing it between only costs a gather.
+        # The backward begins where the forward ended, in the unit with the head: freed between, it is gathered again.
         fully_shard(unit, reshard_after_forward=reshard if unit is not outer[-1] else False, **options)
     # What is left (position embeddings, say) is small and used first and last: it stays gathered through the step.
     fully_shard(model, reshard_after_forward=False, **options)

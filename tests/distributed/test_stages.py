@@ -19,6 +19,7 @@ from tests.ranks import run_ranks
 
 Folder = Callable[[str], str]
 MICRO_BATCHES, UNITS = 4, models.N_LAYERS + 2
+TWICE = (2 * UNITS - 1) * MICRO_BATCHES
 
 
 def settings_for(model: str, tmp_path: Path, sharding: dict[str, Any], world: int = 2, **more: Any) -> dict[str, Any]:
@@ -53,9 +54,9 @@ def count_collectives(run_settings: dict[str, Any], documents: list[list[models.
 
 # all_reduce includes one for the summed loss, and one for the gradient norm where gradients are sharded.
 EXPECTED = {
-    # gathered for each micro-batch's forward and again for its backward, but for the head's unit, where the one ends and
-    # the other begins; reduced in every micro-batch
-    "stage3": (2, {"zero_stage": 3}, (2 * UNITS - 1) * MICRO_BATCHES, UNITS * MICRO_BATCHES, 2),
+    # gathered for each micro-batch's forward and again for its backward (but not the head's unit, where one ends and the
+    # other begins); reduced in every micro-batch
+    "stage3": (2, {"zero_stage": 3}, TWICE, UNITS * MICRO_BATCHES, 2),
     # gathered once a step; reduced in every micro-batch
     "stage2": (2, {"zero_stage": 2}, UNITS, UNITS * MICRO_BATCHES, 2),
     # gathered once a step, reduced once a step
@@ -63,9 +64,9 @@ EXPECTED = {
     # nothing to gather; one all-reduce a unit and step
     "stage0": (2, {"zero_stage": 0}, 0, 0, UNITS + 1),
     # as stage 3 in a group of two; across the groups once a step
-    "hybrid": (4, {"zero_stage": 3, "replicate": 2}, (2 * UNITS - 1) * MICRO_BATCHES, UNITS * MICRO_BATCHES, UNITS + 2),
-    "reshard2": (4, {"zero_stage": 3, "reshard_after_forward": 2}, (2 * UNITS - 1) * MICRO_BATCHES, UNITS * MICRO_BATCHES, 2),
-    "offload": (2, {"zero_stage": 3, "offload": "params"}, (2 * UNITS - 1) * MICRO_BATCHES, UNITS * MICRO_BATCHES, 2),
+    "hybrid": (4, {"zero_stage": 3, "replicate": 2}, TWICE, UNITS * MICRO_BATCHES, UNITS + 2),
+    "reshard2": (4, {"zero_stage": 3, "reshard_after_forward": 2}, TWICE, UNITS * MICRO_BATCHES, 2),
+    "offload": (2, {"zero_stage": 3, "offload": "params"}, TWICE, UNITS * MICRO_BATCHES, 2),
     # offloaded gradients leave the device after every micro-batch, at any stage
     "offload1": (2, {"zero_stage": 1, "offload": "params"}, UNITS, UNITS * MICRO_BATCHES, 2),
 }
@@ -107,8 +108,8 @@ def gather_sizes(run_settings: dict[str, Any], documents: list[list[models.Docum
 @pytest.mark.parametrize(
     ("sharding", "expected"),
     [
-        ({"zero_stage": 3}, {4: (2 * UNITS - 1) * MICRO_BATCHES}),
-        ({"zero_stage": 3, "replicate": 2}, {2: (2 * UNITS - 1) * MICRO_BATCHES}),
+        ({"zero_stage": 3}, {4: TWICE}),
+        ({"zero_stage": 3, "replicate": 2}, {2: TWICE}),
         # hpZ: the forward gathers over all four ranks, the backward within two
         ({"zero_stage": 3, "reshard_after_forward": 2}, {4: UNITS * MICRO_BATCHES, 2: (UNITS - 1) * MICRO_BATCHES}),
     ],
