@@ -9,18 +9,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, ValidationError, model_validator
 from ruamel.yaml import YAML
 from typing_extensions import Self
 
 from fsdp_trainer.config_checks import check_world_problems, find_conflicts
+from fsdp_trainer.config_origins import Origins
 from fsdp_trainer.config_reading import (
     Overrides,
     find_unknown_keys,
     merge_settings,
     parse_overrides,
+    parse_settings,
     raise_problems,
-    read_settings_file,
+    read_settings_text,
     translate_errors,
 )
 from fsdp_trainer.config_sections import (
@@ -99,6 +101,7 @@ class Config(Section):
         description="The run folder: settings, metrics, checkpoints, exported model. The same folder goes on with the "
         "same run.",
     )
+    _origins: Origins = PrivateAttr(default_factory=Origins)
 
     @model_validator(mode="wrap")
     @classmethod
@@ -106,7 +109,7 @@ class Config(Section):
         """Collect unknown keys, wrong values and conflicts into one ConfigError in the user's words."""
         if not isinstance(data, Mapping):
             return handler(data)
-        settings, source = _as_settings(data)
+        settings, origins = _as_settings(data)
         problems = find_unknown_keys(settings, root=cls)
         try:
             config = handler(settings)
@@ -119,8 +122,9 @@ class Config(Section):
             problems += [problem for problem in conflicts if wrong.isdisjoint(problem.paths)]
         else:
             problems += find_conflicts(config)
-        raise_problems(problems, source=source)
+        raise_problems(problems, origins=origins)
         assert config is not None
+        config._origins = origins
         return config
 
     @classmethod
@@ -129,9 +133,11 @@ class Config(Section):
 
         `overrides` are words such as "--optim.lr=1e-5" (the dashes are optional), or a nested or dotted mapping.
         """
-        settings = read_settings_file(path) if path is not None else {}
-        merge_settings(settings, parse_overrides(overrides, root=cls))
-        return cls.model_validate({_SOURCE: str(path), **settings} if path is not None else settings)
+        text = read_settings_text(path) if path is not None else ""
+        settings = parse_settings(text, source=str(path))
+        changes, flags = parse_overrides(overrides, root=cls)
+        origins = Origins(str(path) if path is not None else "", text, flags)
+        return cls.model_validate({_ORIGINS: origins, **merge_settings(settings, changes)})
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> Self:
@@ -164,11 +170,11 @@ class Config(Section):
 
         Raises ConfigError with the equation where the global batch, the copies or the groups do not divide exactly.
         """
-        raise_problems(check_world_problems(self, world_size))
+        raise_problems(check_world_problems(self, world_size), origins=self._origins)
         return self.batch.global_batch_size // (self.batch.micro_batch_size * world_size)
 
 
-_SOURCE = "\0source"  # carries the file's name to the error message; no YAML key can hold this character
+_ORIGINS = "\0origins"  # carries them to the error message; no YAML key can hold this character
 
 
 def _represent_float(representer: Any, value: float) -> Any:
@@ -178,12 +184,12 @@ def _represent_float(representer: Any, value: float) -> Any:
     return representer.represent_scalar("tag:yaml.org,2002:float", text)
 
 
-def _as_settings(data: Any) -> tuple[dict[Any, Any], str]:
+def _as_settings(data: Any) -> tuple[dict[Any, Any], Origins]:
     settings = dict(data)
-    source = settings.pop(_SOURCE, "")
+    origins = settings.pop(_ORIGINS, Origins())
     # `data:` with every line under it commented out is null to YAML and means the defaults.
     sections = {name for name, field in Config.model_fields.items() if _is_section(field.annotation)}
-    return {key: {} if value is None and key in sections else value for key, value in settings.items()}, source
+    return {key: {} if value is None and key in sections else value for key, value in settings.items()}, origins
 
 
 def _is_section(annotation: Any) -> bool:

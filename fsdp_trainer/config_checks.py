@@ -304,6 +304,7 @@ def _groups(config: "Config", world_size: int) -> Iterator[Problem]:
             f"sharding.replicate {reason}",
             f"{world_size} ranks / {replicate} copies = {world_size / replicate:g} ranks a copy",
             fix + (", or sharding.zero_stage: 0 for whole copies" if world_size == replicate else ""),
+            ("sharding.replicate",),
         )
         return
     shard = world_size // replicate
@@ -314,6 +315,7 @@ def _groups(config: "Config", world_size: int) -> Iterator[Problem]:
             "sharding.reshard_after_forward must be a divisor of the ranks that shard a copy, and smaller",
             f"{shard} ranks shard a copy ({world_size} / {replicate}), groups of {group}",
             fix,
+            ("sharding.reshard_after_forward", "sharding.replicate"),
         )
 
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
+from fsdp_trainer.config_origins import Origins, leaf_names
 from fsdp_trainer.errors import ConfigError
 
 Overrides = Sequence[str] | Mapping[str, Any]
@@ -63,16 +64,25 @@ class Problem:
     paths: tuple[str, ...] = ()
 
 
-def raise_problems(problems: Sequence[Problem], *, source: str = "") -> None:
-    """Raise one ConfigError that lists every problem; nothing happens when there is none."""
+def raise_problems(problems: Sequence[Problem], *, source: str = "", origins: Origins | None = None) -> None:
+    """Raise one ConfigError that lists every problem; nothing happens when there is none.
+
+    `source` names where all of it was found; with `origins` each problem says where its own values were written.
+    """
     where = f" ({source})" if source else ""
+    found = [problem.found + _written(problem, origins) for problem in problems]
     if len(problems) == 1:
-        raise ConfigError(problems[0].what, values=problems[0].found + where, fix=problems[0].fix)
+        raise ConfigError(problems[0].what, values=found[0] + where, fix=problems[0].fix)
     if problems:
         lines = [f"{len(problems)} settings are wrong{where}"]
         for number, problem in enumerate(problems, start=1):
-            lines += [f"{number}. {problem.what}", f"     found: {problem.found}", f"     to fix: {problem.fix}"]
+            lines += [f"{number}. {problem.what}", f"     found: {found[number - 1]}", f"     to fix: {problem.fix}"]
         raise ConfigError("\n".join(lines))
+
+
+def _written(problem: Problem, origins: Origins | None) -> str:
+    place = origins.describe(problem.paths) if origins is not None else ""
+    return f" ({place})" if place else ""
 
 
 def format_value(value: Any) -> str:
@@ -84,59 +94,79 @@ def format_value(value: Any) -> str:
     return text if len(text) <= 200 else text[:197] + "..."
 
 
-def parse_yaml(text: str, *, source: str) -> Any:
+def parse_yaml(text: str, *, source: str, what: str = "the settings are", fix: str | None = None) -> Any:
     """Parse YAML 1.2, where `1e-5` is a number, `off` is text, and a key may stand once only."""
+    found = ""
     try:
         return YAML(typ="safe", pure=True).load(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
-        reason = str(error.problem or error).split("\n")[0]
-        raise ConfigError(
-            "the settings are not valid YAML", values=f"{reason} ({source}{place})", fix=_YAML_FIX
-        ) from None
+        reason = str(error.problem or error).split("\n")[0].removeprefix("found ")
+        found = f"{reason} ({source}{place})"
+        if "cannot start any token" in reason and "\\t" in reason:
+            found = f"a tab where only spaces may stand ({source}{place})"
     except (YAMLError, ValueError) as error:
-        raise ConfigError("the settings are not valid YAML", values=f"{error} ({source})", fix=_YAML_FIX) from None
+        found = f"{error} ({source})"
+    raise ConfigError(f"{what} not valid YAML", values=found, fix=fix or _YAML_FIX)
 
 
 _YAML_FIX = "correct that place; keys are `name: value`, indented with spaces, each written once"
+_FLAG_FIX = "put the whole word in quotes for the shell, as in '--data.train=[a.jsonl, b.jsonl]'"
 
 
-def read_settings_file(path: str | Path) -> dict[str, Any]:
-    """Read a settings file into nested dictionaries; an empty file is an empty dictionary."""
+def read_settings_text(path: str | Path) -> str:
+    """Return the text of a settings file; ConfigError where there is none to read."""
     path = Path(path)
-    if not path.is_file():
+    if path.is_dir():
+        files = _settings_files(path)
+        fix = f"give a file in it, such as {files[0]}" if files else "give the path of a file"
+        raise ConfigError("the settings file is a folder", values=str(path), fix=fix)
+    if not path.exists():
         near = difflib.get_close_matches(path.name, [p.name for p in _settings_files(path.parent)], n=1)
         hint = f"; there is {path.parent / near[0]}" if near else ""
-        raise ConfigError("the settings file does not exist", values=str(path), fix=f"give the path of a file{hint}")
+        found = f"{path} (looked in {Path.cwd()})" if not path.is_absolute() else str(path)
+        raise ConfigError("the settings file does not exist", values=found, fix=f"give the path of a file{hint}")
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            "the settings file cannot be read", values=f"{path}: {error}", fix="save it as UTF-8"
-        ) from None
-    settings = parse_yaml(text, source=str(path))
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        fix = "save it as UTF-8" if isinstance(error, UnicodeDecodeError) else "give a file that you may read"
+        raise ConfigError("the settings file cannot be read", values=f"{path}: {reason}", fix=fix) from None
+
+
+def parse_settings(text: str, *, source: str) -> dict[str, Any]:
+    """Turn the text of a settings file into nested dictionaries; an empty file is an empty dictionary."""
+    settings = parse_yaml(text, source=source)
     if settings is None:
         return {}
     if not isinstance(settings, dict):
         raise ConfigError(
             "the settings file is not a list of `name: value` lines",
-            values=f"{path} holds a {type(settings).__name__}",
+            values=f"{source} holds {_YAML_KINDS.get(type(settings), 'a single value')}",
             fix="start from `optim: {lr: 1e-5}`",
         )
     return settings
+
+
+_YAML_KINDS = {list: "a list", str: "only text"}
 
 
 def _settings_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.y*ml")) if folder.is_dir() else []
 
 
-def parse_overrides(overrides: Overrides, *, root: type[BaseModel]) -> dict[str, Any]:
-    """Turn `--section.key=value` words, or a nested or dotted mapping, into nested dictionaries. The last one wins."""
+def parse_overrides(overrides: Overrides, *, root: type[BaseModel]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Turn `--section.key=value` words, or a nested or dotted mapping, into nested dictionaries. The last one wins.
+
+    Also returns what gave each dotted name, for the error messages.
+    """
     nested: dict[str, Any] = {}
+    flags: dict[str, str] = {}
     for path, value in _override_pairs(overrides, root=root):
         merge_settings(nested, _nest(path, value))
-    return nested
+        flags |= dict.fromkeys(leaf_names(str(path), value), f"--{path}")
+    return nested, flags
 
 
 def _override_pairs(overrides: Overrides, *, root: type[BaseModel]) -> Iterator[tuple[str, Any]]:
@@ -168,7 +198,7 @@ def check_command_flags(words: Sequence[str], *, root: type[BaseModel], flags: S
 
 
 def _override_value(name: str, text: str, *, root: type[BaseModel]) -> Any:
-    value = parse_yaml(text, source=f"--{name}={text}")
+    value = parse_yaml(text, source=f"--{name}={text}", what="the value of a flag is", fix=_FLAG_FIX)
     # A commit such as 1234567 or 1e10 is a number to YAML; where only text can be meant, it stays text.
     if not isinstance(value, str | list | dict | None) and _takes_only_text(field_annotation(name, root=root)):
         return text
@@ -362,7 +392,8 @@ def _bounds(metadata: Iterable[Any]) -> Iterator[str]:
             yield from _bounds(inner)
         elif type(item) in _BOUND_WORDS:
             name, words = _BOUND_WORDS[type(item)]
-            yield f"{words} {getattr(item, name):g}"
+            bound = getattr(item, name)
+            yield f"{words} {bound if isinstance(bound, int) else format(bound, 'g')}"
         elif isinstance(item, MinLen):
             yield "that is not empty"
 

@@ -54,7 +54,7 @@ Stage = Annotated[
     BeforeValidator(_stage_from_name),
     Takes(f"0, 1, 2 or 3, or one of the names {', '.join(STRATEGY_STAGES)}"),
 ]
-Text = Annotated[str, Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1), Takes("non-empty text")]
 Texts = Annotated[tuple[Text, ...], BeforeValidator(_tuple_from_list)]
 SomeTexts = Annotated[tuple[Text, ...], Field(min_length=1), BeforeValidator(_tuple_from_list)]
 Steps = Annotated[int, Field(ge=1)]

@@ -49,6 +49,12 @@ class DistributedError(FsdpTrainerError):
     exit_code = 6
 
 
+class OutputError(FsdpTrainerError):
+    """A file of the run cannot be written: no room, no permission, something else in its place."""
+
+    exit_code = 7
+
+
 class Interrupted(FsdpTrainerError):
     """A signal asked the run to stop; a checkpoint was saved and the run can be resumed."""
 

@@ -21,13 +21,14 @@ from typing import Any
 import psutil
 
 from fsdp_trainer.config import Config
-from fsdp_trainer.errors import ConfigError
+from fsdp_trainer.errors import ConfigError, DistributedError
 from fsdp_trainer.launch_profile import check_profile, read_profile, write_profile
 from fsdp_trainer.progress import log_error
 from fsdp_trainer.run_folder import STATUS
 from fsdp_trainer.run_lock import refuse_held_folder
 
 SCRIPT = Path(__file__).resolve().with_name("train.py")
+AGENT = SCRIPT.with_name("launch_agent.py")
 
 
 def count_gpus(environ: Mapping[str, str] = os.environ) -> int:
@@ -110,18 +111,33 @@ def launch(
         code, stopped_by = _run(command, environ, on_line=on_line)
     if code == 0:
         return 0
-    # The elastic agent turns every exit code of a worker into 1; the workers' own stands in the run folder.
+    code = code if code > 0 else 128 - code
+    # The agent's code is that of the rank that failed first; which one knows the cause stands in the run folder.
     written, message = read_status(status) if _modified(status) != before else (None, "")
-    if message:  # said again, since the agent's own report has just scrolled it away
+    if not message and code > 128 and stopped_by is None:
+        message = _describe_death(code - 128)
+    if message:  # said again, since several ranks may have had something to say after it
         (on_line or log_error)(f"error: {message}")
     if written:
         return written
-    return 128 + stopped_by if stopped_by is not None else (code if code > 0 else 128 - code)
+    return 128 + stopped_by if stopped_by is not None else code
+
+
+def _describe_death(number: int) -> str:
+    """Say what is known of a process that had no time to say it: a rank that is alone, or the agent itself."""
+    name = next((known.name for known in signal.Signals if known == number), f"signal {number}")
+    error = DistributedError(
+        "A process of the run was killed.",
+        values=f"it ended with {name}",
+        fix="look in the system's log: a SIGKILL is mostly the machine out of memory; the same command goes on from "
+        "the last checkpoint",
+    )
+    return str(error)
 
 
 def launch_command(profile: Path, content: Mapping[str, Any], *, arguments: Sequence[str]) -> list[str]:
     """Build the command line that starts the workers."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(profile)]
+    command = [sys.executable, str(AGENT), "--config_file", str(profile)]
     if not content.get("main_process_port") and content.get("num_machines", 1) == 1:
         command += ["--main_process_port", str(free_port())]  # 29500 for every run would make two of them collide
     return [*command, str(SCRIPT), *arguments]

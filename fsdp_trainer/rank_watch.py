@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
-from fsdp_trainer.errors import DistributedError
+from fsdp_trainer.errors import DistributedError, OutputError
 from fsdp_trainer.progress import log_error
 from fsdp_trainer.run_folder import STATUS, write_status
 from fsdp_trainer.runtime import Runtime
@@ -195,7 +195,7 @@ class RankWatch:
             status = json.loads((self._output_dir / STATUS).read_text(encoding="utf-8"))
             step, state = status["step"], status["state"]
         if not has_said_why or state == "running":
-            with suppress(OSError):
+            with suppress(OutputError):  # the message stands on the screen
                 write_status(self._output_dir, state="failed", exit_code=error.exit_code, step=step, message=str(error))
         self._end_silent(lost)
         os._exit(error.exit_code)

@@ -1,12 +1,16 @@
 """What a run leaves in `output_dir` beside checkpoints and model: settings, metrics and the state it ended in."""
 
+import errno
 import json
 import math
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from fsdp_trainer.errors import OutputError
 
 METRICS, STATUS, SETTINGS = "metrics.jsonl", "status.json", "config.yaml"
 
@@ -15,11 +19,40 @@ def write_text_atomically(path: Path, text: str) -> None:
     """Replace `path` by `text` so that a reader sees the old or the new file whole, also after a power cut."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(name, path)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except OSError:
+        os.unlink(name)
+        raise
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an OSError while the context is open into an OutputError that names the file and what to do."""
+    try:
+        yield
+    except OSError as error:
+        # The name of a temporary file beside it says nothing to a person, that of a parent folder does.
+        found = Path(os.fsdecode(error.filename)) if error.filename else path
+        raise OutputError(
+            "A file of the run cannot be written.",
+            values=f"{found if found in path.parents else path}: {error.strerror or error}",
+            fix=_FIXES.get(error.errno or 0, "set output_dir to a folder on a disk that works"),
+        ) from error
+
+
+_NO_ROOM = "make room on that disk, or set output_dir on another one; the same command goes on from the last checkpoint"
+_NO_RIGHT = "give this user the right to write there, or set another output_dir"
+_IN_THE_WAY = "move away what stands in its place, or set another output_dir"
+_FIXES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _NO_ROOM),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _NO_RIGHT),
+    **dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.EEXIST), _IN_THE_WAY),
+}
 
 
 def write_status(output_dir: Path, *, state: str, exit_code: int, step: int, message: str = "") -> None:
@@ -28,13 +61,21 @@ def write_status(output_dir: Path, *, state: str, exit_code: int, step: int, mes
     The elastic agent turns every worker's exit code into 1, so whoever started the run reads the code here.
     """
     status = {"state": state, "exit_code": exit_code, "step": step, "message": message}
-    write_text_atomically(output_dir / STATUS, json.dumps(status) + "\n")
+    with writing(output_dir / STATUS):
+        write_text_atomically(output_dir / STATUS, json.dumps(status) + "\n")
+
+
+def write_settings(output_dir: Path, text: str) -> None:
+    """Keep the settings of the run, fully resolved."""
+    with writing(output_dir / SETTINGS):
+        write_text_atomically(output_dir / SETTINGS, text)
 
 
 def append_metrics(output_dir: Path, row: Mapping[str, Any]) -> None:
     """Append one JSON object to metrics.jsonl; a number that is not finite becomes null, which JSON has."""
     row = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
-    with (output_dir / METRICS).open("a", encoding="utf-8") as file:
+    path = output_dir / METRICS
+    with writing(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
 
 
@@ -48,16 +89,19 @@ def has_evaluation(output_dir: Path, *, step: int) -> bool:
 def trim_metrics(output_dir: Path, *, after_step: int) -> int:
     """Drop rows of steps that a resume will do again, and a torn last line; return how many rows went."""
     path = output_dir / METRICS
-    if not path.is_file():
+    if not path.exists():
         return 0
     kept, dropped = [], 0
-    for line in path.read_text(encoding="utf-8").splitlines():
+    with writing(path):
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    for line in lines:
         try:
             keep = json.loads(line)["step"] <= after_step
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, TypeError):
             keep = False
         kept.append(line) if keep else None
         dropped += not keep
     if dropped:
-        write_text_atomically(path, "".join(line + "\n" for line in kept))
+        with writing(path):
+            write_text_atomically(path, "".join(line + "\n" for line in kept))
     return dropped

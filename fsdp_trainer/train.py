@@ -13,6 +13,7 @@ sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry or os.curdi
 import argparse  # noqa: E402
 import json  # noqa: E402
 import time  # noqa: E402
+import traceback  # noqa: E402
 from contextlib import suppress  # noqa: E402
 from importlib.util import find_spec  # noqa: E402
 from pathlib import Path  # noqa: E402
@@ -24,7 +25,8 @@ import psutil  # noqa: E402
 
 from fsdp_trainer.config import Config  # noqa: E402
 from fsdp_trainer.config_reading import check_command_flags  # noqa: E402
-from fsdp_trainer.errors import DistributedError, FolderInUse, FsdpTrainerError, Interrupted  # noqa: E402
+from fsdp_trainer.errors import DistributedError, FolderInUse, FsdpTrainerError, Interrupted, OutputError  # noqa: E402
+from fsdp_trainer.launch_agent import tell_agent  # noqa: E402
 from fsdp_trainer.launch_profile import check_environment  # noqa: E402
 from fsdp_trainer.progress import log_error  # noqa: E402
 from fsdp_trainer.run_folder import STATUS, write_status  # noqa: E402
@@ -49,8 +51,17 @@ def main(words: list[str] | None = None) -> int:
     except FsdpTrainerError as error:
         prefix = f"[rank {rank}] " if world_size != "1" else ""
         log_error(f"{prefix}error: {error}")
+        tell_agent(str(error), secondary=_is_secondary(error))
         return error.exit_code
+    except Exception as error:
+        tell_agent(traceback.format_exc(), secondary=_is_secondary(error))
+        raise
     return 0
+
+
+def _is_secondary(error: Exception) -> bool:
+    """Return whether an error may be what a rank meets when another one has gone: a lost connection, a SIGTERM."""
+    return not isinstance(error, FsdpTrainerError) or isinstance(error, DistributedError | Interrupted)
 
 
 def _finetune(config: Config) -> None:
@@ -63,9 +74,10 @@ def _finetune(config: Config) -> None:
     except FolderInUse:
         raise  # the folder, and what its status file says, are another run's
     except FsdpTrainerError as error:
-        secondary = isinstance(error, DistributedError | Interrupted)
         state = "interrupted" if isinstance(error, Interrupted) else "failed"
-        record_end(Path(config.output_dir), error.exit_code, state=state, message=str(error), secondary=secondary)
+        record_end(
+            Path(config.output_dir), error.exit_code, state=state, message=str(error), secondary=_is_secondary(error)
+        )
         if isinstance(error, Interrupted):  # agreed by all ranks
             _leave_together()
         raise
@@ -102,7 +114,7 @@ def record_end(folder: Path, exit_code: int, *, state: str, message: str, second
         in_this_run = path.stat().st_mtime >= psutil.Process().create_time()
         if secondary and in_this_run and status["state"] == "failed":
             return
-    with suppress(OSError):  # a full disk must not hide the error that is on its way up
+    with suppress(OutputError):  # a full disk must not hide the error that is on its way up
         write_status(folder, state=state, exit_code=exit_code, step=step, message=message)
 
 

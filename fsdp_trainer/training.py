@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from fsdp_trainer.agreement import is_main, run_on_main
+from fsdp_trainer.agreement import is_main, run_on_all, run_on_main
 from fsdp_trainer.checkpoint import build_save_group, load_checkpoint
 from fsdp_trainer.checkpoint_folder import published, read_best, remove_leftovers
 from fsdp_trainer.checkpoint_manifest import Progress, read_state
@@ -28,7 +28,7 @@ from fsdp_trainer.checkpoint_search import find_checkpoint
 from fsdp_trainer.config import Config
 from fsdp_trainer.data.loader import evaluation_windows, iterate_windows, steps_per_epoch
 from fsdp_trainer.data.rows import Rows
-from fsdp_trainer.errors import ConfigError, FsdpTrainerError, Interrupted, NonFiniteError
+from fsdp_trainer.errors import ConfigError, FsdpTrainerError, Interrupted, NonFiniteError, OutputError
 from fsdp_trainer.export import export_model
 from fsdp_trainer.launch import launch, read_status
 from fsdp_trainer.memory.measure import measure_memory
@@ -38,21 +38,13 @@ from fsdp_trainer.progress import log_line
 from fsdp_trainer.rank_watch import RankWatch, watch_ranks
 from fsdp_trainer.resume_rules import check_resume, describe
 from fsdp_trainer.run import Run, build_run, check_model
-from fsdp_trainer.run_folder import (
-    SETTINGS,
-    STATUS,
-    append_metrics,
-    has_evaluation,
-    trim_metrics,
-    write_status,
-    write_text_atomically,
-)
+from fsdp_trainer.run_folder import SETTINGS, STATUS, append_metrics, has_evaluation, write_status
 from fsdp_trainer.runtime import Runtime, build_runtime
 from fsdp_trainer.saving import Saver
 from fsdp_trainer.signals import StopRequest, stop_on_signals
 from fsdp_trainer.step import StepOutput, eval_step, train_step
 from fsdp_trainer.training_data import TrainingData, load_training_data
-from fsdp_trainer.training_folder import check_disk, hold_folder
+from fsdp_trainer.training_folder import check_disk, hold_folder, open_folder
 
 MAX_SKIPPED_IN_A_ROW = 3
 # The fp16 scaler starts at 2**16 and halves at each overflow: 16 in a row bring it to 1, where scaling ends.
@@ -147,12 +139,10 @@ def _finetune(config: Config, runtime: Runtime, stop: StopRequest, watch: RankWa
         log_line(f"resumed from {resume_from} at step {progress.step}", is_main=runtime.is_main)
     _check_length(config, total_steps=total_steps, step=progress.step)
     check_disk(run, output_dir=output_dir, step=progress.step, total_steps=total_steps)
-    if runtime.is_main:
-        write_text_atomically(output_dir / SETTINGS, config.to_yaml())
-        trim_metrics(output_dir, after_step=progress.step)
-        write_status(output_dir, state="running", exit_code=0, step=progress.step)
+    run_on_main(lambda: open_folder(config, step=progress.step))
     if config.log.trackers:
-        runtime.accelerator.init_trackers("tracker", config=_flat(config.to_dict()))
+        settings = _flat(config.to_dict())
+        run_on_all(lambda: runtime.accelerator.init_trackers("tracker", config=settings))
     saver = Saver(
         run, facts=facts, process_group=save_group, output_dir=output_dir, saved_step=progress.step, best=best
     )
@@ -280,7 +270,8 @@ def _total_steps(config: Config, rows: Rows) -> int:
 def _stop(session: _Session, progress: Progress) -> NoReturn:
     path = session.saver.save_now(progress)
     if is_main():
-        write_status(session.output_dir, state="interrupted", exit_code=Interrupted.exit_code, step=progress.step)
+        with suppress(OutputError):  # what counts is saved
+            write_status(session.output_dir, state="interrupted", exit_code=Interrupted.exit_code, step=progress.step)
     raise Interrupted(
         f"Stopped on {session.stop.received} after step {progress.step}.",
         values=f"saved {path}",
@@ -366,11 +357,15 @@ def _log_step(run: Run, session: _Session, row: Mapping[str, Any], *, skipped: b
 
 
 def _write_metrics(run: Run, session: _Session, row: Mapping[str, Any]) -> None:
-    if run.runtime.is_main:
+    """Write a row to metrics.jsonl and the trackers. Collective: a full disk ends the run on all ranks."""
+    numbers = {key: value for key, value in row.items() if key != "step" and value is not None}
+
+    def write() -> None:
         append_metrics(session.output_dir, row)
-    if run.config.log.trackers:
-        numbers = {key: value for key, value in row.items() if key != "step" and value is not None}
-        run.runtime.accelerator.log(numbers, step=row["step"])
+        if run.config.log.trackers:
+            run.runtime.accelerator.log(numbers, step=row["step"])
+
+    run_on_main(write)
 
 
 def _log_data(data: TrainingData, config: Config, runtime: Runtime) -> None:
@@ -478,8 +473,7 @@ def _finish(run: Run, session: _Session, progress: Progress) -> None:
         )
     if config.log.trackers:
         runtime.accelerator.end_training()
-    if runtime.is_main:
-        write_status(session.output_dir, state="finished", exit_code=0, step=progress.step)
+    run_on_main(lambda: write_status(session.output_dir, state="finished", exit_code=0, step=progress.step))
     log_line(
         f"finished: {progress.step} steps, {progress.tokens_seen:,} tokens, {progress.skipped_steps} steps skipped",
         is_main=runtime.is_main,

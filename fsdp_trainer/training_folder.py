@@ -10,10 +10,12 @@ from filelock import FileLock
 from fsdp_trainer.agreement import run_on_main
 from fsdp_trainer.checkpoint import checkpoint_bytes
 from fsdp_trainer.checkpoint_folder import published
+from fsdp_trainer.config import Config
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.export import exported_bytes
 from fsdp_trainer.progress import log_line
 from fsdp_trainer.run import Run
+from fsdp_trainer.run_folder import trim_metrics, write_settings, write_status, writing
 from fsdp_trainer.units import format_bytes
 
 
@@ -21,17 +23,30 @@ from fsdp_trainer.units import format_bytes
 def hold_folder(output_dir: Path) -> Iterator[None]:
     """Keep other runs out of `output_dir` while the context is open. Rank 0 holds the lock, all ranks hear the outcome.
 
-    FolderInUse on every rank when another run is writing there.
+    FolderInUse on every rank when another run is writing there, OutputError when nobody can.
     """
     from fsdp_trainer.run_lock import lock_folder, unlock_folder
 
     held: list[FileLock] = []
-    run_on_main(lambda: held.append(lock_folder(output_dir, log=log_line)))
+
+    def hold() -> None:
+        with writing(output_dir):
+            held.append(lock_folder(output_dir, log=log_line))
+
+    run_on_main(hold)
     try:
         yield
     finally:
         for lock in held:
             unlock_folder(lock)
+
+
+def open_folder(config: Config, *, step: int) -> None:
+    """Write the files that say what this run is, and drop metrics of steps after `step`. For rank 0 alone."""
+    output_dir = Path(config.output_dir)
+    write_settings(output_dir, config.to_yaml())
+    trim_metrics(output_dir, after_step=step)
+    write_status(output_dir, state="running", exit_code=0, step=step)
 
 
 def check_disk(run: Run, *, output_dir: Path, step: int, total_steps: int) -> None:
