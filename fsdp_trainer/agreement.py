@@ -41,7 +41,7 @@ def run_on_main(action: Callable[[], Result], *, process_group: dist.ProcessGrou
             failure, answer[1] = error, _portable(error, rank=0)
     dist.broadcast_object_list(answer, src=0, group=process_group)
     if answer[1] is not None:
-        raise failure or answer[1]
+        raise failure or _heard(answer[1])
     return answer[0]
 
 
@@ -68,8 +68,13 @@ def gather_from_all(action: Callable[[], Result], *, process_group: dist.Process
     if failure is not None:
         raise failure
     for error in filter(None, (error for _, error in found)):
-        raise error
+        raise _heard(error)
     return [result for result, _ in found]
+
+
+def _heard(error: FsdpTrainerError) -> FsdpTrainerError:
+    error.heard = True
+    return error
 
 
 def _portable(error: Exception, *, rank: int) -> FsdpTrainerError:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fsdp_trainer.errors import ConfigError
@@ -134,13 +134,33 @@ AttentionInterface.register(EAGER, document_eager)
 def choose_attention(requested: str, hf_config: Any) -> str:
     """Return the registered implementation for `model.attention`: auto | sdpa | eager.
 
-    auto is sdpa, except for models with soft-capped attention scores (Gemma 2), which torch's sdpa cannot compute.
+    auto is sdpa, except for models whose attention torch's sdpa cannot compute: soft-capped scores (Gemma 2), sinks
+    (GPT-OSS), and whatever else Transformers marks so. Those have an eager form of their own.
     """
-    capped = getattr(hf_config, "attn_logit_softcapping", None) is not None
-    if requested not in ("auto", "sdpa", "eager") or (requested == "sdpa" and capped):
+    needs_eager = _needs_eager(hf_config)
+    if requested not in ("auto", "sdpa", "eager") or (requested == "sdpa" and needs_eager):
         raise ConfigError(
-            "This attention cannot be used here" + (": torch's sdpa has no soft-cap." if capped else " yet."),
+            "This attention cannot be used here" + (f": {needs_eager}." if needs_eager else " yet."),
             values=f"model.attention: {requested}, model_type {hf_config.model_type}",
             fix="set model.attention: auto",
         )
-    return EAGER if requested == "eager" or capped else SDPA
+    return EAGER if requested == "eager" or needs_eager else SDPA
+
+
+def describe_fallback(requested: str, hf_config: Any) -> tuple[str, ...]:
+    """Return the log's line about auto having taken the slower way, if it did."""
+    reason = _needs_eager(hf_config) if requested == "auto" else ""
+    cost = "it is slower and holds seq_len x seq_len scores a head"
+    return (f"attention: the model's own eager form, since {reason}; {cost}",) if reason else ()
+
+
+def _needs_eager(hf_config: Any) -> str:
+    """Return why torch's sdpa cannot compute this model's attention; "" where it can."""
+    if getattr(hf_config, "attn_logit_softcapping", None) is not None:
+        return "torch's sdpa has no soft-cap"
+    found = AutoModelForCausalLM._model_mapping.get(type(hf_config), None)
+    for model_class in found if isinstance(found, tuple) else (found,):
+        # Without `_supports_attention_backend` no function of ours is called at all, eager or not.
+        if getattr(model_class, "_supports_attention_backend", False) and not model_class._supports_sdpa:
+            return f"{model_class.__name__} computes what torch's sdpa cannot"
+    return ""

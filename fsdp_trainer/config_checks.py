@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from fsdp_trainer.config_reading import Problem, format_value
 from fsdp_trainer.resume_rules import RULES, find_unknown_waivers, refused_names
+from fsdp_trainer.units import format_number
 
 if TYPE_CHECKING:
     from fsdp_trainer.config import Config
@@ -252,7 +253,7 @@ def _batch(config: "Config") -> Iterator[Problem]:
         nearest = max(1, round(size / micro)) * micro
         yield Problem(
             "batch.global_batch_size is not a multiple of batch.micro_batch_size",
-            f"{size} rows in a step, {micro} in a micro-batch: {size} / {micro} = {size / micro:g}",
+            f"{format_number(size, 'row')} in a step, {micro} in a micro-batch: {size} / {micro} = {size / micro:g}",
             f"set batch.global_batch_size: {nearest}, or batch.micro_batch_size to a divisor of {size}",
             ("batch.global_batch_size", "batch.micro_batch_size"),
         )
@@ -302,7 +303,7 @@ def _groups(config: "Config", world_size: int) -> Iterator[Problem]:
         fix = f"set sharding.replicate to one of {copies}" if copies else "leave out sharding.replicate"
         yield Problem(
             f"sharding.replicate {reason}",
-            f"{world_size} ranks / {replicate} copies = {world_size / replicate:g} ranks a copy",
+            f"{format_number(world_size, 'rank')} / {replicate} copies = {world_size / replicate:g} ranks a copy",
             fix + (", or sharding.zero_stage: 0 for whole copies" if world_size == replicate else ""),
             ("sharding.replicate",),
         )
@@ -313,7 +314,7 @@ def _groups(config: "Config", world_size: int) -> Iterator[Problem]:
         fix = f"set it to one of {groups}, or leave it out" if groups else "leave it out"
         yield Problem(
             "sharding.reshard_after_forward must be a divisor of the ranks that shard a copy, and smaller",
-            f"{shard} ranks shard a copy ({world_size} / {replicate}), groups of {group}",
+            f"{shard} of {format_number(world_size, 'rank')} hold a copy, groups of {group}",
             fix,
             ("sharding.reshard_after_forward", "sharding.replicate"),
         )

@@ -8,6 +8,7 @@ class FsdpTrainerError(Exception):
     """Base of the errors this package raises on purpose; `exit_code` is what the command ends with."""
 
     exit_code = 1
+    heard = False  # another rank's error, raised on this one as well; that rank says it
 
     def __init__(self, what: str, *, values: str = "", fix: str = "") -> None:
         self.what, self.values, self.fix = what, values, fix

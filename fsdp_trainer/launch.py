@@ -24,8 +24,9 @@ from fsdp_trainer.config import Config
 from fsdp_trainer.errors import ConfigError, DistributedError
 from fsdp_trainer.launch_profile import check_profile, read_profile, write_profile
 from fsdp_trainer.progress import log_error
-from fsdp_trainer.run_folder import STATUS
+from fsdp_trainer.run_folder import STATUS, check_writable
 from fsdp_trainer.run_lock import refuse_held_folder
+from fsdp_trainer.units import format_number
 
 SCRIPT = Path(__file__).resolve().with_name("train.py")
 AGENT = SCRIPT.with_name("launch_agent.py")
@@ -52,7 +53,8 @@ def count_gpus(environ: Mapping[str, str] = os.environ) -> int:
 def plan_processes(config: Config, *, profile: Path | None, processes: int | None) -> tuple[int, dict[str, Any] | None]:
     """Decide how many processes a run gets and check settings and profile against that number, before anything starts.
 
-    Without a number it is what the profile says, else one per visible GPU, else 1.
+    Without a number it is what the profile says, else one per visible GPU, else 1. Raises ConfigError for more than the
+    machine has GPUs or, on CPU, cores.
     """
     content = read_profile(profile) if profile is not None else None
     if content is not None:
@@ -65,19 +67,41 @@ def plan_processes(config: Config, *, profile: Path | None, processes: int | Non
                 fix="make both the same, or leave out one of the two",
             )
         processes = in_profile
-    gpus = count_gpus()
+    gpus = 0 if content is not None and content.get("use_cpu") else count_gpus()
     if processes is None:
         processes = max(1, gpus)
     if processes < 1:
         raise ConfigError("a run needs a process", values=f"--processes {processes}", fix="give 1 or more")
-    if content is None and gpus and processes > gpus:
-        raise ConfigError(
-            "there are more processes than GPUs",
-            values=f"--processes {processes}, {gpus} GPUs visible (CUDA_VISIBLE_DEVICES counts)",
-            fix=f"give --processes {gpus} or fewer, or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on CPU",
-        )
+    _check_machine(
+        processes // max(1, int((content or {}).get("num_machines", 1))),
+        given=f"--processes {processes}" if profile is None else f"num_processes: {processes} in {profile}",
+        gpus=gpus,
+    )
     config.check_world(processes)
     return processes, content
+
+
+def _check_machine(processes: int, *, given: str, gpus: int) -> None:
+    """Refuse more processes than this machine has GPUs or, without any, cores."""
+    if gpus and processes > gpus:
+        raise ConfigError(
+            "there are more processes than GPUs",
+            values=f"{given}, {format_number(gpus, 'GPU')} visible (CUDA_VISIBLE_DEVICES counts)",
+            fix=f"ask for {gpus} or fewer, or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on CPU",
+        )
+    cores = count_cores()
+    # Two are let through anywhere: it is the smallest run that shards, and what the demo takes.
+    if not gpus and processes > max(2, cores):
+        raise ConfigError(
+            "there are more processes than CPU cores, so they would only wait for each other",
+            values=f"{given}, {format_number(cores, 'core')} and no GPU",
+            fix=f"ask for {max(2, cores)} or fewer",
+        )
+
+
+def count_cores() -> int:
+    """Count the CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def launch(
@@ -102,6 +126,7 @@ def launch(
             )
             content = read_profile(profile)
         assert content is not None
+        check_writable(Path(config.output_dir))
         if content.get("num_machines", 1) == 1:  # on others, the run that holds it may be this very one
             refuse_held_folder(Path(config.output_dir))
         command = launch_command(profile, content, arguments=arguments)
@@ -151,7 +176,7 @@ def launch_environment(environ: Mapping[str, str], content: Mapping[str, Any], *
         result["ACCELERATE_USE_CPU"] = "true"
     local = max(1, processes // int(content.get("num_machines", 1)))
     # torchrun would set 1 thread for each of several processes, whatever the machine has.
-    result.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // local)))
+    result.setdefault("OMP_NUM_THREADS", str(max(1, count_cores() // local)))
     return result
 
 

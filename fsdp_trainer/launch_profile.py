@@ -74,7 +74,8 @@ def read_profile(path: str | Path) -> dict[str, Any]:
     """Read a profile with the reader Accelerate uses (YAML 1.1), so that both see the same values."""
     path = Path(path)
     if not path.is_file():
-        raise ConfigError("the Accelerate profile does not exist", values=str(path), fix="give the path of a file")
+        wrong = "is a folder" if path.is_dir() else "does not exist"
+        raise ConfigError(f"the Accelerate profile {wrong}", values=str(path), fix="give the path of a file")
     try:
         profile = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -84,7 +85,7 @@ def read_profile(path: str | Path) -> dict[str, Any]:
         raise ConfigError(
             "the Accelerate profile is not a list of `name: value` lines",
             values=str(path),
-            fix="start from a file of configs/accelerate/",
+            fix="start from a file of configs/accelerate/, or leave --profile out and one is written",
         )
     return profile
 

@@ -13,6 +13,7 @@ from accelerate.utils import set_seed
 from torch import nn
 
 from fsdp_trainer.activation_checkpointing import apply_activation_checkpointing
+from fsdp_trainer.attention import describe_fallback
 from fsdp_trainer.config import Config, OptimConfig
 from fsdp_trainer.launch_profile import check_layer_class
 from fsdp_trainer.loading import initialize_randomly, load_weights, plan_loading
@@ -31,7 +32,7 @@ from fsdp_trainer.optim.adamw import build_adamw
 from fsdp_trainer.router_loss import find_router_loss
 from fsdp_trainer.runtime import Runtime, check_precision
 from fsdp_trainer.sharding import COMPUTE_DTYPES, Sharding, apply_sharding, build_mesh, strategy_name
-from fsdp_trainer.units import format_bytes, format_count
+from fsdp_trainer.units import format_bytes, format_count, format_number
 from fsdp_trainer.weight_files import find_folder
 
 
@@ -189,25 +190,26 @@ def _facts(
     trained = _local_numel(p for p in model.parameters() if p.requires_grad)
     tensors = [(len(group["params"]), group["weight_decay"] > 0) for group in optimizer.param_groups]
     decayed, rest = (sum(count for count, decays in tensors if decays is wanted) for wanted in (True, False))
-    decay = (
-        f"weight decay {config.optim.weight_decay:g} on {decayed} tensors, none on {rest}" if decayed else "no decay"
-    )
+    where = f"{format_number(decayed, 'tensor')}, none on {rest}"
+    decay = f"weight decay {config.optim.weight_decay:g} on {where}" if decayed else "no decay"
+    world = format_number(runtime.world_size, "rank")
     compute = "" if config.precision == "fp32" else f", {config.precision} compute"
     strategy = strategy_name(config.sharding.zero_stage, config.sharding.replicate)
     lines = [
         f"model {config.model.path}: {format_count(total)} parameters, fp32 masters{compute}, fp32 reduction and loss",
-        f"sharded {n_layers} decoder layers over {runtime.world_size} ranks ({strategy}"
+        f"sharded {format_number(n_layers, 'decoder layer')} over {world} ({strategy}"
         f"{', parameters offloaded to the host' if config.sharding.offload == 'params' else ''}): "
         f"{format_bytes(4 * local)} of parameters, {format_bytes(12 * trained)} of gradients and optimizer state "
         "a rank",
         f"activation checkpointing: {len(recomputed)} of {n_layers} decoder layers are recomputed",
         f"AdamW ({config.optim.implementation}): {decay}",
+        *describe_fallback(config.model.attention, model.config),
     ]
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     if frozen:
         numel = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
         shown = ", ".join(frozen[:3]) + (", ..." if len(frozen) > 3 else "")
-        lines.append(f"frozen: {format_count(numel)} parameters in {len(frozen)} tensors ({shown})")
+        lines.append(f"frozen: {format_count(numel)} parameters in {format_number(len(frozen), 'tensor')} ({shown})")
     return tuple(lines)
 
 

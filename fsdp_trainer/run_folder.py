@@ -55,6 +55,14 @@ _FIXES = {
 }
 
 
+def check_writable(output_dir: Path) -> None:
+    """Make the run folder, and raise OutputError when no file can be made in it; leaves none."""
+    with writing(output_dir):
+        output_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output_dir):
+            return
+
+
 def write_status(output_dir: Path, *, state: str, exit_code: int, step: int, message: str = "") -> None:
     """Record how the run stands: running | finished | interrupted | failed, with the exit code it ends with.
 
@@ -89,7 +97,7 @@ def has_evaluation(output_dir: Path, *, step: int) -> bool:
 def trim_metrics(output_dir: Path, *, after_step: int) -> int:
     """Drop rows of steps that a resume will do again, and a torn last line; return how many rows went."""
     path = output_dir / METRICS
-    if not path.exists():
+    if not path.is_file():
         return 0
     kept, dropped = [], 0
     with writing(path):

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_trainer.errors import ConfigError, DistributedError
 from fsdp_trainer.patches import promote_cpu_ranks_to_fsdp
+from fsdp_trainer.units import format_number
 
 Result = TypeVar("Result")
 
@@ -94,11 +95,13 @@ class Runtime:
                 store.set(key, outcome)
         store.wait([key], timedelta(days=7))
         if store.get(key) != b"done":
-            raise DistributedError(
+            error = DistributedError(
                 "Another rank failed while this one waited for it.",
                 values=f"rank {self.rank - self.local_rank} in {key.split('/')[0]}",
                 fix="its own message says why",
             )
+            error.heard = True
+            raise error
         return work()
 
 
@@ -177,7 +180,14 @@ def _init_process_group(*, use_cpu: bool, timeout_minutes: float) -> None:
     if use_cpu:
         dist.init_process_group("gloo", timeout=timeout)
         return
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if local >= gpus:
+        raise ConfigError(
+            "There are more processes than GPUs.",
+            values=f"{os.environ['LOCAL_WORLD_SIZE']} processes on this machine, {format_number(gpus, 'GPU')} visible",
+            fix=f"start {gpus} here, or set ACCELERATE_USE_CPU=true to train on CPU",
+        )
+    torch.cuda.set_device(local)
     dist.init_process_group("cuda:nccl,cpu:gloo", timeout=timeout)
 
 

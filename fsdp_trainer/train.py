@@ -18,7 +18,9 @@ from contextlib import suppress  # noqa: E402
 from importlib.util import find_spec  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-if find_spec("fsdp_trainer") is None:  # a checkout that was never installed
+# A checkout that was never installed, or not the one that is: the launcher and its ranks must be of one version.
+_FOUND = find_spec("fsdp_trainer")
+if _FOUND is None or os.path.dirname(os.path.realpath(str(_FOUND.origin))) != _FOLDER:
     sys.path.insert(0, os.path.dirname(_FOLDER))
 
 import psutil  # noqa: E402
@@ -50,13 +52,19 @@ def main(words: list[str] | None = None) -> int:
         _finetune(config)
     except FsdpTrainerError as error:
         prefix = f"[rank {rank}] " if world_size != "1" else ""
-        log_error(f"{prefix}error: {error}")
+        if not error.heard or _speaks_for_its_machine(world_size):
+            log_error(f"{prefix}error: {error}")
         tell_agent(str(error), secondary=_is_secondary(error))
         return error.exit_code
     except Exception as error:
         tell_agent(traceback.format_exc(), secondary=_is_secondary(error))
         raise
     return 0
+
+
+def _speaks_for_its_machine(world_size: str) -> bool:
+    """True on the first rank of one of several machines: what a rank elsewhere says is in another log."""
+    return os.environ.get("LOCAL_RANK") == "0" and os.environ.get("LOCAL_WORLD_SIZE", world_size) != world_size
 
 
 def _is_secondary(error: Exception) -> bool:

@@ -45,6 +45,7 @@ from fsdp_trainer.signals import StopRequest, stop_on_signals
 from fsdp_trainer.step import StepOutput, eval_step, train_step
 from fsdp_trainer.training_data import TrainingData, load_training_data
 from fsdp_trainer.training_folder import check_disk, hold_folder, open_folder
+from fsdp_trainer.units import format_bytes, format_number
 
 MAX_SKIPPED_IN_A_ROW = 3
 # The fp16 scaler starts at 2**16 and halves at each overflow: 16 in a row bring it to 1, where scaling ends.
@@ -433,19 +434,19 @@ def _check_length(config: Config, *, total_steps: int, step: int) -> None:
     if warmup is not None and warmup > total_steps:
         raise ConfigError(
             "The warm-up is longer than the run, so the learning rate never gets to optim.lr.",
-            values=f"schedule.warmup_steps: {warmup}, {total_steps} steps",
+            values=f"schedule.warmup_steps: {warmup}, {format_number(total_steps, 'step')} in all",
             fix=f"set schedule.warmup_steps to at most {total_steps}, or train longer",
         )
     if config.data.eval is not None and not config.eval.at_end and every is not None and every > total_steps:
         raise ConfigError(
             "The held-out data would never be measured.",
-            values=f"eval.every_steps: {every}, eval.at_end: false, {total_steps} steps",
+            values=f"eval.every_steps: {every}, eval.at_end: false, {format_number(total_steps, 'step')} in all",
             fix="set eval.at_end: true, or lower eval.every_steps",
         )
     if step > total_steps:
         raise ConfigError(
             "The run is further than the steps asked for.",
-            values=f"the checkpoint is at step {step}, the settings make {total_steps} steps",
+            values=f"the checkpoint is at step {step}, the settings make {format_number(total_steps, 'step')}",
             fix="raise train.max_steps or train.epochs, or set checkpoint.resume to an earlier checkpoint elsewhere",
         )
 
@@ -466,15 +467,16 @@ def _finish(run: Run, session: _Session, progress: Progress) -> None:
             card=format_model_card(config, progress=progress, versions=_versions(), dtype=config.export.dtype),
         )
         log_line(
-            f"model: {exported.folder} ({exported.total_bytes / 2**30:.2f} GiB, {config.export.dtype}"
+            f"model: {exported.folder} ({format_bytes(exported.total_bytes)}, {config.export.dtype}"
             + ("" if config.export.dtype == "fp32" else ": updates smaller than its rounding are lost, fp32 keeps them")
             + ")",
             is_main=runtime.is_main,
         )
-    if config.log.trackers:
-        runtime.accelerator.end_training()
+    for tracker in runtime.accelerator.trackers:  # not end_training, which destroys the process group as well
+        run_on_main(tracker.finish)
     run_on_main(lambda: write_status(session.output_dir, state="finished", exit_code=0, step=progress.step))
     log_line(
-        f"finished: {progress.step} steps, {progress.tokens_seen:,} tokens, {progress.skipped_steps} steps skipped",
+        f"finished: {format_number(progress.step, 'step')}, {progress.tokens_seen:,} tokens"
+        + (f", {format_number(progress.skipped_steps, 'step')} skipped" if progress.skipped_steps else ""),
         is_main=runtime.is_main,
     )

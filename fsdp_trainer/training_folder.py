@@ -16,7 +16,7 @@ from fsdp_trainer.export import exported_bytes
 from fsdp_trainer.progress import log_line
 from fsdp_trainer.run import Run
 from fsdp_trainer.run_folder import trim_metrics, write_settings, write_status, writing
-from fsdp_trainer.units import format_bytes
+from fsdp_trainer.units import format_bytes, format_number
 
 
 @contextmanager
@@ -73,9 +73,10 @@ def check_disk(run: Run, *, output_dir: Path, step: int, total_steps: int) -> No
         if needed > free:
             raise ConfigError(
                 "The disk has no room for what this run will write.",
-                values=f"{output_dir}: {format_bytes(free)} free, {format_bytes(needed)} needed: {most - present} more "
-                f"checkpoints of {format_bytes(one)} (checkpoint.keep_latest: {config.checkpoint.keep_latest}, and one "
-                f"more while the next is written) and a model of {format_bytes(export)}",
+                values=f"{output_dir}: {format_bytes(free)} free, {format_bytes(needed)} needed: "
+                f"{format_number(most - present, 'more checkpoint')} of {format_bytes(one)} (checkpoint.keep_latest: "
+                f"{config.checkpoint.keep_latest}, and one more while the next is written) and a model of "
+                f"{format_bytes(export)}",
                 fix="make room, set output_dir on another disk, lower checkpoint.keep_latest, or set export.at_end: "
                 "false and export later",
             )

@@ -33,3 +33,8 @@ def format_duration(seconds: float) -> str:
         return f"{minutes} min {rest:02d} s"
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes:02d} min"
+
+
+def format_number(number: int, noun: str) -> str:
+    """Format a count with its noun: 1 rank, 2 ranks, 1,000 ranks."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -26,6 +26,7 @@ PARTS = {
     "train": "cli",
     "launch": "launch",
     "launch_profile": "config",
+    "launch_agent": "launch",
     "saving": "training",
     "rank_watch": "training",
     "training_data": "training",

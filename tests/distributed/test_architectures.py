@@ -18,7 +18,6 @@ REFUSED: dict[str, tuple[type[Exception], str]] = {
     "bloom": (ConfigError, "attention"),
     "stablelm": (ConfigError, "attention"),
     "falcon": (ConfigError, "attention"),
-    "gpt_oss": (ConfigError, "attention"),
 }
 
 
@@ -46,6 +45,27 @@ def test_packed_gradients(name: str, tmp_path: Path) -> None:
 def test_packed_gradients_with_eager_attention(name: str, tmp_path: Path) -> None:
     """GPT-OSS has attention sinks, which only its own eager attention computes."""
     check_packed_gradients(name, "eager", tmp_path)
+
+
+def refuse_sdpa(name: str) -> tuple[str, tuple[str, ...]]:
+    import transformers
+
+    from fsdp_trainer.attention import choose_attention, describe_fallback
+
+    class_name, changes = architectures.ARCHITECTURES[name]
+    config = getattr(transformers, class_name)(**{**architectures.DECODER, **changes})
+    with pytest.raises(ConfigError) as caught:
+        choose_attention("sdpa", config)
+    assert choose_attention("auto", config) == choose_attention("eager", config)
+    return str(caught.value), describe_fallback("auto", config)
+
+
+def test_attention_sinks_take_the_eager_way_by_themselves_and_say_so() -> None:
+    message, lines = run_ranks(refuse_sdpa, 1, "gpt_oss")[0]
+    assert "model.attention: sdpa, model_type gpt_oss" in message
+    assert "to fix: set model.attention: auto" in message
+    assert len(lines) == 1
+    assert "eager" in lines[0] and "GptOssForCausalLM" in lines[0]
 
 
 def check_packed_gradients(name: str, attention: str, tmp_path: Path) -> None:

@@ -150,10 +150,10 @@ def test_accumulation_is_derived(size: int, micro: int, world: int, steps: int) 
         ({"batch.global_batch_size": 2}, 4, ["2 = 1 x accumulation x 4", "0.5", "set batch.global_batch_size: 4"]),
         ({"sharding.replicate": 3}, 4, ["4 ranks / 3 copies", "[2]"]),
         ({"sharding.replicate": 4}, 4, ["nothing to shard", "zero_stage: 0"]),
-        ({"sharding.replicate": 2}, 1, ["1 ranks / 2 copies"]),
+        ({"sharding.replicate": 2}, 1, ["1 rank / 2 copies"]),
         ({"sharding.reshard_after_forward": 3}, 4, ["4 ranks", "groups of 3", "[2]"]),
         ({"sharding.reshard_after_forward": 4}, 4, ["groups of 4"]),
-        ({"sharding.reshard_after_forward": 2, "sharding.replicate": 2}, 4, ["2 ranks shard a copy (4 / 2)"]),
+        ({"sharding.reshard_after_forward": 2, "sharding.replicate": 2}, 4, ["2 of 4 ranks hold a copy, groups of 2"]),
     ],
     ids=str,
 )

@@ -21,6 +21,7 @@ from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.launch import (
     SCRIPT,
     ask_workers_to_stop,
+    count_cores,
     count_gpus,
     free_port,
     launch,
@@ -61,6 +62,7 @@ def test_a_driver_that_does_not_answer_is_no_gpu(tmp_path: Path, monkeypatch: py
 @pytest.fixture
 def no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").mkdir()
+    monkeypatch.setattr(launching, "count_cores", lambda: 4)
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
 
 
@@ -84,6 +86,36 @@ def test_one_process_per_gpu() -> None:
         plan_processes(Config(), profile=None, processes=3)
 
 
+@pytest.mark.usefixtures("no_gpus")
+def test_more_processes_than_cores_are_refused_with_both_numbers(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_processes(Config(), profile=None, processes=64)
+    assert "--processes 64, 4 cores and no GPU" in caught.value.values
+    assert "ask for 4 or fewer" in caught.value.fix
+    profile = write_profile(tmp_path / "p.yaml", Config(), processes=64, use_cpu=True)
+    with pytest.raises(ConfigError, match=f"num_processes: 64 in {profile}, 4 cores"):
+        plan_processes(Config(), profile=profile, processes=None)
+    text = profile.read_text()
+    profile.write_text(text.replace("num_machines: 1", "num_machines: 16"))  # 4 on each
+    assert plan_processes(Config(), profile=profile, processes=None)[0] == 64
+
+
+@pytest.mark.usefixtures("no_gpus")
+def test_two_processes_are_let_through_on_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "count_cores", lambda: 1)
+    assert plan_processes(Config(), profile=None, processes=2)[0] == 2
+    with pytest.raises(ConfigError, match="--processes 4, 1 core and"):
+        plan_processes(Config(), profile=None, processes=4)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_profile_for_more_gpus_than_there_are_is_refused(tmp_path: Path) -> None:
+    profile = write_profile(tmp_path / "p.yaml", Config(), processes=8, use_cpu=False)
+    with pytest.raises(ConfigError, match=r"num_processes: 8 in .*, 2 GPUs visible"):
+        plan_processes(Config(), profile=profile, processes=None)
+
+
+@pytest.mark.usefixtures("no_gpus")
 def test_the_profile_says_how_many(tmp_path: Path) -> None:
     profile = write_profile(tmp_path / "p.yaml", Config(), processes=4, use_cpu=True)
     assert plan_processes(Config(), profile=profile, processes=None)[0] == 4
@@ -93,9 +125,9 @@ def test_the_profile_says_how_many(tmp_path: Path) -> None:
 
 
 def test_the_world_is_checked_before_anything_starts(tmp_path: Path) -> None:
-    config = Config.from_dict({"batch": {"global_batch_size": 6}})
-    profile = write_profile(tmp_path / "p.yaml", config, processes=4, use_cpu=True)
-    with pytest.raises(ConfigError, match="6 = 1 x accumulation x 4"):
+    config = Config.from_dict({"batch": {"global_batch_size": 7}})
+    profile = write_profile(tmp_path / "p.yaml", config, processes=2, use_cpu=True)
+    with pytest.raises(ConfigError, match="7 = 1 x accumulation x 2"):
         launch(config, arguments=[], profile=profile)
 
 
@@ -118,7 +150,7 @@ def test_a_port_of_the_profile_stays(content: dict[str, int]) -> None:
 
 def test_environment_of_the_workers() -> None:
     on_cpu = launch_environment({"A": "1"}, {"use_cpu": True}, processes=1)
-    assert on_cpu == {"A": "1", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": str(os.cpu_count())}
+    assert on_cpu == {"A": "1", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": str(count_cores())}
     assert launch_environment({}, {}, processes=10**6) == {"OMP_NUM_THREADS": "1"}
     assert launch_environment({"OMP_NUM_THREADS": "3"}, {}, processes=2) == {"OMP_NUM_THREADS": "3"}
 
@@ -268,11 +300,15 @@ def test_a_broken_status_is_not_success(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert launch(run_config(tmp_path), arguments=[], processes=1) == 1
 
 
-def test_success_and_death_by_a_signal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_success_and_death_by_a_signal(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     end_with(monkeypatch, "pass")
     assert launch(run_config(tmp_path), arguments=[], processes=1) == 0
     end_with(monkeypatch, "import os; os.kill(os.getpid(), 9)")
     assert launch(run_config(tmp_path), arguments=[], processes=1) == 128 + 9
+    said = capfd.readouterr().err
+    assert said.startswith("error: A process of the run was killed.\n  found: it ended with SIGKILL\n  to fix: ")
 
 
 def test_lines_for_a_notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

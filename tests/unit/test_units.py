@@ -2,7 +2,7 @@
 
 import pytest
 
-from fsdp_trainer.units import format_bytes, format_count, format_duration
+from fsdp_trainer.units import format_bytes, format_count, format_duration, format_number
 
 
 @pytest.mark.parametrize(
@@ -42,3 +42,8 @@ def test_format_count(number: float, text: str) -> None:
 )
 def test_format_duration(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+@pytest.mark.parametrize(("number", "text"), [(0, "0 ranks"), (1, "1 rank"), (2, "2 ranks"), (1000, "1,000 ranks")])
+def test_format_number(number: int, text: str) -> None:
+    assert format_number(number, "rank") == text
