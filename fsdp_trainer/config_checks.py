@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from fsdp_trainer.config_reading import Problem, format_value
+from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.resume_rules import RULES, find_unknown_waivers, refused_names
 from fsdp_trainer.units import format_number
 
@@ -288,6 +289,28 @@ def _resume(config: "Config") -> Iterator[Problem]:
             f"did you mean {near[0]}?" if near else "leave it out; docs/resuming.md lists what is refused",
             ("checkpoint.resume_anyway",),
         )
+
+
+def check_model_path(path: str) -> None:
+    """Refuse a `model.path` that can only mean a folder and is none, without asking the hub for it."""
+    folder = Path(path)
+    if folder.is_dir():
+        if (folder / "config.json").is_file():
+            return
+        names = sorted(entry.name for entry in folder.iterdir())
+        what = "The model folder has no config.json."
+        values = f"model.path: {path} holds {', '.join(names[:6]) + (', ...' if names[6:] else '') or 'nothing'}"
+    elif folder.exists():
+        what, values = "model.path is a file.", f"model.path: {path}"
+    elif path.startswith(("/", ".", "~")) or path.count("/") > 1:
+        looked = "" if folder.is_absolute() else f" (looked in {Path.cwd()})"
+        what, values = "The model folder does not exist.", f"model.path: {path}{looked}"
+    else:
+        return
+    fix = "give a Hugging Face folder with config.json and safetensors, or a hub id such as Qwen/Qwen2.5-7B"
+    if path.startswith("~"):
+        fix = "write the path out: only a shell reads ~ as the home folder"
+    raise ConfigError(what, values=values, fix=fix)
 
 
 def check_world_problems(config: "Config", world_size: int) -> list[Problem]:

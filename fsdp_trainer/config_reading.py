@@ -273,6 +273,10 @@ def _unknown(key: str, value: Any, *, section: str, siblings: list[str], root: t
     near = nearest_setting(key, section=section, siblings=siblings, root=root)
     fix = f"did you mean {near}?" if near else f"{place} has: {', '.join(siblings)}"
     shown = format_value(dict(value) if isinstance(value, Mapping) else value)
+    if not section and key in dotted_names(root):
+        name, leaf = key.split(".")
+        fix = f"write it in its section: `{name}: {{{leaf}: {shown}}}`"
+        return Problem(f"{key} is written with a dot, which only flags are", f"{path}: {shown}", fix, (path,))
     return Problem(f"{path} is not a setting: {place} has no {key}", f"{path}: {shown}", fix, (path,))
 
 

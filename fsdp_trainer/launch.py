@@ -14,6 +14,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import psutil
 
 from fsdp_trainer.config import Config
+from fsdp_trainer.config_checks import check_model_path
 from fsdp_trainer.errors import ConfigError, DistributedError
 from fsdp_trainer.launch_profile import check_profile, read_profile, write_profile
 from fsdp_trainer.progress import log_error
@@ -119,6 +121,9 @@ def launch(
     """
     profile = Path(profile) if profile is not None else None
     processes, content = plan_processes(config, profile=profile, processes=processes)
+    check_model_path(config.model.path)
+    check_trackers(config.log.trackers)
+    check_writable(Path(config.output_dir))
     with tempfile.TemporaryDirectory(prefix="fsdp_trainer-") as folder:
         if profile is None:
             profile = write_profile(
@@ -126,7 +131,6 @@ def launch(
             )
             content = read_profile(profile)
         assert content is not None
-        check_writable(Path(config.output_dir))
         if content.get("num_machines", 1) == 1:  # on others, the run that holds it may be this very one
             refuse_held_folder(Path(config.output_dir))
         command = launch_command(profile, content, arguments=arguments)
@@ -158,6 +162,18 @@ def _describe_death(number: int) -> str:
         "the last checkpoint",
     )
     return str(error)
+
+
+def check_trackers(trackers: Sequence[str]) -> None:
+    """Refuse trackers whose package is not installed: each is a module of the tracker's name."""
+    modules = {"tensorboard": ("tensorboard", "tensorboardX")}
+    missing = [name for name in trackers if not any(find_spec(module) for module in modules.get(name, (name,)))]
+    if missing:
+        raise ConfigError(
+            "a tracker is not installed",
+            values=f"log.trackers: {list(trackers)}, not installed: {', '.join(missing)}",
+            fix=f"install {', '.join(missing)}, or take {'it' if len(missing) == 1 else 'them'} out of log.trackers",
+        )
 
 
 def launch_command(profile: Path, content: Mapping[str, Any], *, arguments: Sequence[str]) -> list[str]:

@@ -7,10 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from huggingface_hub import constants
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -19,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from fsdp_trainer.attention import choose_attention
+from fsdp_trainer.config_checks import check_model_path
 from fsdp_trainer.errors import ConfigError
 
 
@@ -42,19 +45,33 @@ def load_hf_config(path: str, *, revision: str | None = None, trust_remote_code:
             values=f"model.path: {path}, model.revision: {revision}",
             fix="leave model.revision out, or give the hub id",
         )
+    check_model_path(path)
     try:
-        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     # The last: a config that contradicts itself is refused by huggingface_hub's own dataclass checks.
     except (OSError, ValueError, StrictDataclassError) as error:
-        fix = "set model.path to a folder with config.json and safetensors, or to a hub id that can be reached"
-        if "custom code" in str(error):
-            fix = "read that code, then set model.trust_remote_code: true and, on the hub, model.revision to a commit"
-        raise ConfigError(
-            "The model's config cannot be read.",
-            values=f"model.path: {path} ({' '.join(str(error).split())[:300]})",
-            fix=fix,
-        ) from error
-    return config
+        raise _explain_config(path, error) from error
+
+
+def _explain_config(path: str, error: Exception) -> ConfigError:
+    reason = shorten(str(error), width=300, placeholder=" ...")
+    if "custom code" in reason:
+        what = "The model comes with code of its own."
+        fix = "read that code, then set model.trust_remote_code: true and, on the hub, model.revision to a commit"
+    elif Path(path).is_dir():
+        what = "The model's config.json cannot be used."
+        fix = "correct config.json, or take it anew from where the model comes from"
+        fix += "; a newer Transformers may know the model" if "does not recognize" in reason else ""
+    elif constants.is_offline_mode() or "connect" in reason:
+        what = "The model is no folder here, and the hub cannot be asked for it."
+        offline = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else "no connection to the hub"
+        reason = f"{offline}, and it is not in the cache {constants.HF_HUB_CACHE}"
+        fix = "give the path of a model folder, or let the hub be reached"
+        fix += " (unset HF_HUB_OFFLINE)" if constants.is_offline_mode() else ""
+    else:
+        what = "The model cannot be had from the hub."
+        fix = "correct the hub id or model.revision, log in with `hf auth login` where it is gated, or give a folder"
+    return ConfigError(what, values=f"model.path: {path} ({reason})", fix=fix)
 
 
 def check_positions(hf_config: Any, parts: ModelParts, *, seq_len: int) -> None:
@@ -91,14 +108,30 @@ def build_meta_model(hf_config: Any, *, attention: str, dtype: torch.dtype, trus
             model = AutoModelForCausalLM.from_config(
                 hf_config, attn_implementation=implementation, dtype=dtype, trust_remote_code=trust_remote_code
             )
-        except (ValueError, KeyError) as error:  # KeyError: an architecture with its own table of attentions (Falcon)
-            raise ConfigError(
-                "This model cannot be built as a causal language model with the attention asked for.",
-                values=f"model_type {hf_config.model_type}, attention {attention}: {str(error).splitlines()[0]}",
-                fix="set model.attention: eager, or name a causal language model",
-            ) from error
+        # KeyError: an architecture with its own table of attentions (Falcon); RuntimeError: sizes that cannot be.
+        except (ValueError, KeyError, RuntimeError, ZeroDivisionError) as error:
+            raise _explain_build(hf_config, attention, error) from error
+    blind = next((module for module in model.modules() if getattr(module, "is_causal", True) is False), None)
+    if blind is not None:
+        raise ConfigError(
+            "This model is an encoder: its tokens see those that come after them.",
+            values=f"model_type {hf_config.model_type}, {type(blind).__name__} is not causal",
+            fix="name a decoder-only causal language model",
+        )
     model.tie_weights()
     return model.train()
+
+
+def _explain_build(hf_config: Any, attention: str, error: Exception) -> ConfigError:
+    what = "This model cannot be built as a causal language model with the attention asked for."
+    values = f"model_type {hf_config.model_type}, attention {attention}: {str(error).splitlines()[0]}"
+    fix = "set model.attention: eager, or name a causal language model"
+    if "Unrecognized configuration class" in values:
+        what, fix = "This is not a causal language model.", "name a decoder-only causal language model"
+        values = f"model_type {hf_config.model_type}, which Transformers has no causal language model for"
+    elif isinstance(error, RuntimeError | ZeroDivisionError):
+        what, fix = "The model's config.json describes no model that can be.", "correct its sizes"
+    return ConfigError(what, values=values, fix=fix)
 
 
 def find_parts(model: Any) -> ModelParts:

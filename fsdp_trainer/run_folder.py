@@ -36,11 +36,11 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        # The name of a temporary file beside it says nothing to a person, that of a parent folder does.
-        found = Path(os.fsdecode(error.filename)) if error.filename else path
+        # Of a failed replacement the second name counts: the first is a temporary file's, which says nothing.
+        named = Path(os.fsdecode(error.filename2 or error.filename or path))
         raise OutputError(
             "A file of the run cannot be written.",
-            values=f"{found if found in path.parents else path}: {error.strerror or error}",
+            values=f"{named if error.filename2 or named in path.parents else path}: {error.strerror or error}",
             fix=_FIXES.get(error.errno or 0, "set output_dir to a folder on a disk that works"),
         ) from error
 

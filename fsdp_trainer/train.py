@@ -12,6 +12,7 @@ sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry or os.curdi
 
 import argparse  # noqa: E402
 import json  # noqa: E402
+import multiprocessing  # noqa: E402
 import time  # noqa: E402
 import traceback  # noqa: E402
 from contextlib import suppress  # noqa: E402
@@ -129,5 +130,24 @@ def record_end(folder: Path, exit_code: int, *, state: str, message: str, second
 SECONDS_FOR_THE_CAUSE = 0.3  # all ranks fail at about the same moment; the one that knows why writes first
 
 
+def _exit(code: int) -> None:
+    """End the process with its own code, also where the other ranks could not be asked to leave together.
+
+    At an exit with the group open gloo's threads abort the process, and its code would be that of SIGABRT.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_initialized():
+        sys.exit(code)
+    for child in multiprocessing.active_children():  # what the interpreter would do at its own exit
+        child.terminate()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        _exit(main())
+    except Exception:
+        traceback.print_exc()
+        _exit(1)
