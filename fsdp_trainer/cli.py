@@ -41,10 +41,11 @@ def train(
     context: typer.Context,
     config: Annotated[Path | None, typer.Option(help="Settings file (YAML).", metavar="RUN.YAML")] = None,
     processes: Annotated[
-        int | None, typer.Option(help="Number of processes; default one per visible GPU, 1 without.", metavar="N")
+        int | None, typer.Option(help="Number of processes; default one per visible GPU, or 1 on CPU.", metavar="N")
     ] = None,
     profile: Annotated[
-        Path | None, typer.Option(help="Accelerate profile; without one it is written.", metavar="FILE")
+        Path | None,
+        typer.Option(help="Accelerate profile; without it, one is written for this machine.", metavar="FILE"),
     ] = None,
     resume_anyway: Annotated[
         str | None,
@@ -52,6 +53,12 @@ def train(
     ] = None,
 ) -> None:
     """Fine-tune a model: every process is started, watched and, on Ctrl-C or SIGTERM, saved before it ends."""
+    if config is None and not context.args:
+        raise ConfigError(
+            "nothing says what to train",
+            values="neither --config nor a setting",
+            fix="give --config RUN.YAML, such as one of configs/recipes/, or at least --model.path and --data.train",
+        )
     flags = ("--config", "--processes", "--profile", "--resume-anyway")
     check_command_flags(context.args, root=Config, flags=flags)
     words = list(context.args)

@@ -146,6 +146,8 @@ def parse_settings(text: str, *, source: str) -> dict[str, Any]:
             values=f"{source} holds {_YAML_KINDS.get(type(settings), 'a single value')}",
             fix="start from `optim: {lr: 1e-5}`",
         )
+    if "distributed_type" in settings:
+        raise ConfigError("this is an Accelerate profile, no settings file", values=source, fix="give it as --profile")
     return settings
 
 
@@ -178,7 +180,9 @@ def _override_pairs(overrides: Overrides, *, root: type[BaseModel]) -> Iterator[
     words = iter(overrides)
     for word in words:
         name, equals, text = word.removeprefix("--").partition("=")
-        if not equals and word.startswith("--"):  # `--optim.lr 1e-5`, as many other tools take it
+        if not equals and not word.startswith("--"):
+            raise _stray_word(word)
+        if not equals:  # `--optim.lr 1e-5`, as many other tools take it
             text = next(words, "--")
             equals = "" if text.startswith("--") else "="
         if not equals or not name:
@@ -186,6 +190,13 @@ def _override_pairs(overrides: Overrides, *, root: type[BaseModel]) -> Iterator[
                 "a setting has no value", values=word, fix="write --section.key=value, as in --optim.lr=1e-5"
             )
         yield name.strip(), _override_value(name.strip(), text, root=root)
+
+
+def _stray_word(word: str) -> ConfigError:
+    fix = "write --section.key=value, as in --optim.lr=1e-5, and --config RUN.YAML for a settings file"
+    if Path(word).suffix in (".yaml", ".yml"):
+        fix = f"write --config {word}"
+    return ConfigError("this word is neither a flag nor a setting", values=word, fix=fix)
 
 
 def check_command_flags(words: Sequence[str], *, root: type[BaseModel], flags: Sequence[str]) -> None:

@@ -145,7 +145,7 @@ def launch(
     written, message = read_status(status) if _modified(status) != before else (None, "")
     if not message and code > 128 and stopped_by is None:
         message = _describe_death(code - 128)
-    if message:  # said again, since several ranks may have had something to say after it
+    if message and (processes > 1 or not written):  # said again: other ranks may have had something to say after it
         (on_line or log_error)(f"error: {message}")
     if written:
         return written

@@ -87,6 +87,8 @@ def read_profile(path: str | Path) -> dict[str, Any]:
             values=str(path),
             fix="start from a file of configs/accelerate/, or leave --profile out and one is written",
         )
+    if "distributed_type" not in profile and len(Config.model_fields.keys() & profile.keys()) > 1:
+        raise ConfigError("this is a settings file, no Accelerate profile", values=str(path), fix="give it as --config")
     return profile
 
 

@@ -86,11 +86,14 @@ def test_schema_prints_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
         (["--learning_rate=1"], ["learning_rate is not a setting", "did you mean optim.lr?"]),
         (["--optim.lr=abc"], ["optim.lr cannot be 'abc'", "a number above 0"]),
         (["--optim.lr"], ["--section.key=value"]),
+        ([], ["nothing says what to train", "configs/recipes/"]),
+        (["run.yaml"], ["neither a flag nor a setting", "write --config run.yaml"]),
+        (["-c", "run.yaml"], ["neither a flag nor a setting", "found: -c"]),
         (["--proccesses=2"], ["did you mean --processes?"]),
         (["--config", "nosuch.yaml"], ["does not exist", "nosuch.yaml"]),
-        (["--profile", "nosuch.yaml"], ["profile does not exist", "nosuch.yaml"]),
+        (["--precision=fp32", "--profile", "nosuch.yaml"], ["profile does not exist", "nosuch.yaml"]),
         (["--processes", "2", "--batch.global_batch_size=7"], ["7 = 1 x accumulation x 2"]),
-        (["--processes", "0"], ["--processes 0"]),
+        (["--precision=fp32", "--processes", "0"], ["--processes 0"]),
     ],
     ids=str,
 )
@@ -133,7 +136,7 @@ def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(cli, "launch", fail)
     with pytest.raises(RuntimeError, match="a fault of ours"):
-        cli.main(["train"])
+        cli.main(["train", "--precision=fp32"])
 
 
 def run_script(folder: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:

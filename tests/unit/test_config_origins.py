@@ -10,6 +10,7 @@ import pytest
 from fsdp_trainer.config import Config
 from fsdp_trainer.config_origins import Origins, find_lines
 from fsdp_trainer.errors import ConfigError
+from fsdp_trainer.launch_profile import read_profile
 
 TEXT = "# a comment\noptim:\n  lr: -1\n\ndata: {seq_len: 64, train: a.jsonl}\n"
 
@@ -138,6 +139,14 @@ def test_a_flag_that_is_not_yaml_is_told_about_quotes() -> None:
     text = message(["--data.train=[a.jsonl"])
     assert text.startswith("the value of a flag is not valid YAML")
     assert "--data.train=[a.jsonl" in text and "in quotes for the shell" in text
+
+
+def test_a_profile_and_a_settings_file_in_each_others_place(file: Path) -> None:
+    file.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\n")
+    assert message([], file).endswith(f"found: {file}\n  to fix: give it as --profile")
+    file.write_text("model: {path: a}\noptim: {lr: 1e-5}\n")
+    with pytest.raises(ConfigError, match="to fix: give it as --config"):
+        read_profile(file)
 
 
 def test_a_large_bound_is_written_out() -> None:

@@ -283,8 +283,11 @@ def test_exit_code_and_message_of_the_run_folder(
         monkeypatch,
         f"import pathlib, sys; pathlib.Path({path!r}).write_text({json.dumps(status)!r}); sys.exit(1)",
     )
-    assert launch(run_config(tmp_path), arguments=[], processes=1) == 5
+    assert launch(run_config(tmp_path), arguments=[], processes=2) == 5
     assert capfd.readouterr().err.endswith("error: loss is NaN\n")
+    (tmp_path / "status.json").unlink()
+    assert launch(run_config(tmp_path), arguments=[], processes=1) == 5
+    assert capfd.readouterr().err == "", "a rank that is alone has just said it"
 
 
 def test_a_status_of_an_earlier_run_says_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
