@@ -7,6 +7,7 @@ that failed first and without the agent's traceback: each rank has said what wen
 import json
 import logging
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -40,10 +41,16 @@ def main() -> int:
         launch_command(launch_command_parser().parse_args())
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        return _as_shell(failure.exitcode)
+    except subprocess.CalledProcessError as error:  # a profile with `distributed_type: NO` has no agent
+        return _as_shell(error.returncode)
     except SignalException as error:
         return 128 + error.sigval
     return 0
+
+
+def _as_shell(code: int) -> int:
+    return code if code > 0 else 128 - code
 
 
 def _quiet_the_agent() -> None:

@@ -19,6 +19,7 @@ import psutil
 import torch.distributed as dist
 
 from fsdp_trainer.errors import DistributedError, OutputError
+from fsdp_trainer.launch_agent import tell_agent
 from fsdp_trainer.progress import log_error
 from fsdp_trainer.run_folder import STATUS, write_status
 from fsdp_trainer.runtime import Runtime
@@ -190,6 +191,7 @@ class RankWatch:
     def _give_up(self, lost: dict[int, str], *, has_said_why: bool) -> None:
         error = _lost_error(lost, detail=f"after step {self.step}")
         log_error(f"[rank {self._rank}] error: {error}")
+        tell_agent(str(error), secondary=True)
         step, state = self.step, "running"
         with suppress(OSError, ValueError, KeyError, TypeError):
             status = json.loads((self._output_dir / STATUS).read_text(encoding="utf-8"))

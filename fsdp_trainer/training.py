@@ -88,11 +88,10 @@ def _start_processes(config: Config, processes: int) -> Path:
     if code:
         _, message = read_status(Path(config.output_dir) / STATUS)
         known = {error.exit_code: error for error in FsdpTrainerError.__subclasses__()}
-        raise known.get(code, FsdpTrainerError)(
-            "The run did not finish.",
-            values=f"exit code {code}",
-            fix="see the message of the rank that failed" + (f": {message}" if message else ""),
-        )
+        kind = known.get(code, FsdpTrainerError)
+        if message:  # its three parts are in it already
+            raise kind(message)
+        raise kind("The run did not finish.", values=f"exit code {code}", fix="see what its processes have said above")
     return Path(config.output_dir)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_trainer.errors import DataError
+from fsdp_trainer.launch import AGENT
 from tests.e2e.commands import PROFILE, SCRIPT, environment, executable, run_command, write_settings
 from tests.e2e.tiny_run import tiny
 from tests.ranks import LAUNCH_ENVIRONMENT, free_port
@@ -49,6 +50,19 @@ def test_the_agents_report_under_accelerate_launch_ends_with_the_message(model_f
     assert "the data file does not exist" in cause
     assert "found: nosuch.jsonl (looked in " in cause
     assert "to fix: give the path of a JSONL file" in cause
+
+
+@pytest.mark.slow
+def test_a_process_without_an_agent_ends_with_its_own_code(tmp_path: Path) -> None:
+    profile, script = tmp_path / "profile.yaml", tmp_path / "script.py"
+    profile.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nuse_cpu: true\nnum_processes: 1\n"
+        "num_machines: 1\nmachine_rank: 0\nmixed_precision: 'no'\n"
+    )
+    script.write_text("import os\nos.kill(os.getpid(), 9)\n")
+    ended = run_command([sys.executable, str(AGENT), "--config_file", str(profile), str(script)], cwd=tmp_path)
+    assert ended.returncode == 128 + 9
+    assert "Traceback" not in ended.stderr
 
 
 LEAVE = """
