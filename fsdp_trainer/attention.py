@@ -161,6 +161,8 @@ def _needs_eager(hf_config: Any) -> str:
     found = AutoModelForCausalLM._model_mapping.get(type(hf_config), None)
     for model_class in found if isinstance(found, tuple) else (found,):
         # Without `_supports_attention_backend` no function of ours is called at all, eager or not.
+        if model_class is None:
+            continue
         if getattr(model_class, "_supports_attention_backend", False) and not model_class._supports_sdpa:
             return f"{model_class.__name__} computes what torch's sdpa cannot"
     return ""

@@ -43,6 +43,7 @@ from fsdp_trainer.runtime import Runtime, build_runtime
 from fsdp_trainer.saving import Saver
 from fsdp_trainer.signals import StopRequest, stop_on_signals
 from fsdp_trainer.step import StepOutput, eval_step, train_step
+from fsdp_trainer.training_agreement import check_same_rows, check_same_settings
 from fsdp_trainer.training_data import TrainingData, load_training_data
 from fsdp_trainer.training_folder import check_disk, hold_folder, open_folder
 from fsdp_trainer.units import format_bytes, format_number
@@ -67,6 +68,7 @@ def finetune(config: Config, *, processes: int | None = None) -> Path:
             tracker_dir=Path(config.output_dir),
         )
         config.check_world(runtime.world_size)
+        check_same_settings(config)
         timeout, output_dir = config.train.timeout_minutes, Path(config.output_dir)
         watching = watch_ranks(runtime, timeout_minutes=timeout, output_dir=output_dir)
         with hold_folder(output_dir), watching as watch:
@@ -115,6 +117,7 @@ def _finetune(config: Config, runtime: Runtime, stop: StopRequest, watch: RankWa
         "prepare data",
         lambda: load_training_data(config, is_writer=runtime.local_rank == 0, show=runtime.is_main),
     )
+    check_same_rows(data.digest)
     _log_data(data, config, runtime)
     total_steps = _total_steps(config, data.train)
     facts = describe(config.to_dict(), rows=data.digest, versions=_versions())

@@ -174,6 +174,32 @@ def test_a_document_beyond_rotary_positions_is_refused(model_folder: ModelFolder
     assert "max_position_embeddings 128" in text and "to fix: set data.seq_len to at most 128" in text
 
 
+# --- ranks that are not of one run, as two machines with files of their own can be
+
+
+def outcome_with_changes(settings: dict[str, Any], changes: dict[str, dict[str, Any]]) -> tuple[str, str, bool]:
+    if os.environ["RANK"] == "1":
+        os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")  # the first rank of another machine
+        settings = {**settings, **{name: {**settings.get(name, {}), **values} for name, values in changes.items()}}
+    return outcome(settings)
+
+
+def test_ranks_of_different_settings_are_refused(model_folder: ModelFolder, tmp_path: Path) -> None:
+    changes = {"optim": {"lr": 0.5}, "train": {"max_steps": 9}, "data": {"cache_dir": str(tmp_path / "elsewhere")}}
+    answers = run_ranks(outcome_with_changes, 2, tiny(model_folder("llama"), tmp_path), changes)
+    assert [kind for kind, *_ in answers] == ["ConfigError"] * 2
+    for _, text, _ in answers:
+        assert "optim.lr: 0.001 on rank 0, 0.5 on rank 1; train.max_steps: 6 on rank 0, 9 on rank 1\n" in text
+
+
+def test_ranks_of_different_rows_are_refused(model_folder: ModelFolder, tmp_path: Path) -> None:
+    records, _ = models.make_records(16, seed=31)
+    data = {"train": models.write_jsonl(records, tmp_path / "other.jsonl"), "cache_dir": str(tmp_path / "elsewhere")}
+    answers = run_ranks(outcome_with_changes, 2, tiny(model_folder("llama"), tmp_path), {"data": data})
+    assert [kind for kind, *_ in answers] == ["ConfigError"] * 2
+    assert all("rank 1 has other rows than rank 0" in text for _, text, _ in answers)
+
+
 # --- resuming
 
 
