@@ -196,7 +196,8 @@ def _facts(
     compute = "" if config.precision == "fp32" else f", {config.precision} compute"
     strategy = strategy_name(config.sharding.zero_stage, config.sharding.replicate)
     lines = [
-        f"model {config.model.path}: {format_count(total)} parameters, fp32 masters{compute}, fp32 reduction and loss",
+        f"model {config.model.path}: {format_count(total)} parameters, fp32 masters{compute}, "
+        f"{config.sharding.reduce_dtype or 'fp32'} reduction, fp32 loss",
         f"sharded {format_number(n_layers, 'decoder layer')} over {world} ({strategy}"
         f"{', parameters offloaded to the host' if config.sharding.offload == 'params' else ''}): "
         f"{format_bytes(4 * local)} of parameters, {format_bytes(12 * trained)} of gradients and optimizer state "

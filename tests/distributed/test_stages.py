@@ -54,8 +54,8 @@ def count_collectives(run_settings: dict[str, Any], documents: list[list[models.
 
 # all_reduce includes one for the summed loss, and one for the gradient norm where gradients are sharded.
 EXPECTED = {
-    # gathered for each micro-batch's forward and again for its backward (but not the head's unit, where one ends and the
-    # other begins); reduced in every micro-batch
+    # gathered for each micro-batch's forward and again for its backward, but once for the unit with the head, where one
+    # ends and the other begins; reduced in every micro-batch
     "stage3": (2, {"zero_stage": 3}, TWICE, UNITS * MICRO_BATCHES, 2),
     # gathered once a step; reduced in every micro-batch
     "stage2": (2, {"zero_stage": 2}, UNITS, UNITS * MICRO_BATCHES, 2),
