@@ -75,7 +75,7 @@ def plan_processes(config: Config, *, profile: Path | None, processes: int | Non
     if processes < 1:
         raise ConfigError("a run needs a process", values=f"--processes {processes}", fix="give 1 or more")
     _check_machine(
-        processes // max(1, int((content or {}).get("num_machines", 1))),
+        processes // max(1, int((content or {}).get("num_machines") or 1)),
         given=f"--processes {processes}" if profile is None else f"num_processes: {processes} in {profile}",
         gpus=gpus,
     )
