@@ -184,7 +184,7 @@ def _init_process_group(*, use_cpu: bool, timeout_minutes: float) -> None:
     if local >= gpus:
         raise ConfigError(
             "There are more processes than GPUs.",
-            values=f"{os.environ.get('LOCAL_WORLD_SIZE', '?')} processes on this machine, {format_number(gpus, 'GPU')} visible",
+            values=f"process {local + 1} on this machine, {format_number(gpus, 'GPU')} visible to it",
             fix=f"start {gpus} here, or set ACCELERATE_USE_CPU=true to train on CPU",
         )
     torch.cuda.set_device(local)
