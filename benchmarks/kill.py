@@ -150,8 +150,12 @@ def kill_often(folder: Path, *, times: int, seed: int) -> list[Outcome]:
         moment = list(MOMENTS)[number % len(MOMENTS)]
         outcome = kill_once(quiet[number // len(MOMENTS) % len(quiet)], moment, chance)
         outcomes.append(outcome)
-        if not outcome.is_good:
-            print(f"kill {number}: {outcome}", flush=True)
+        # One line each: a long count may be cut short.
+        print(
+            f"kill {number}, {moment}: {'killed' if outcome.came_in_time else 'too late'}, {outcome.lost_steps} steps "
+            f"again, {'equal' if outcome.is_good else outcome}",
+            flush=True,
+        )
     return outcomes
 
 

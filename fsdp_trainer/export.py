@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_trainer.agreement import is_main, run_on_main
 from fsdp_trainer.conversions import ExportGroup, architecture_of, plan_export, to_checkpoint
 from fsdp_trainer.errors import CheckpointError
+from fsdp_trainer.export_checksums import write_checksums
 from fsdp_trainer.model import named_weights
 from fsdp_trainer.model_card import CARD
 from fsdp_trainer.weight_files import INDEX, SAFETENSORS
@@ -283,8 +284,9 @@ def write_sides(part: Path, config: Any, generation_config: Any, tokenizer: Any,
 
 
 def replace_folder(folder: Path, part: Path) -> None:
-    """Give `part` the name `folder`; what had it is moved aside first and deleted last."""
-    for path in [*part.iterdir(), part]:
+    """Give `part`, with checksums of all that is in it, the name `folder`; what had it goes last."""
+    write_checksums(part)
+    for path in [*part.rglob("*"), part]:
         _sync(path)
     old = folder.with_name(f".{folder.name}.old")
     if old.exists():
