@@ -111,6 +111,50 @@ def test_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
     assert lock_here(tmp_path / "run") == [], "a run that ended by itself leaves nothing to take over"
 
 
+def race(folder: str, rounds: int) -> list[tuple[str, list[str], int]]:
+    """Start for one folder at the same time as the other rank, again and again; return how each start went.
+
+    Every second folder has the owner file that a killed run leaves.
+    """
+    import torch.distributed as dist
+
+    from fsdp_trainer.run_lock import lock_folder, unlock_folder
+
+    dist.init_process_group("gloo")
+    answers = []
+    for number in range(rounds):
+        run, said, taken = Path(folder) / f"run-{number}", "", None
+        lines: list[str] = []
+        if number % 2 and dist.get_rank() == 0:
+            run.mkdir()
+            (run / ".lock-owner.json").write_text(json.dumps({"host": "here", "pid": 0, "boot": "an earlier one"}))
+        dist.barrier()
+        try:
+            taken = lock_folder(run, log=lines.append)
+        except FolderInUse as error:
+            said = str(error)
+        dist.barrier()
+        if taken is not None:
+            unlock_folder(taken)
+        answers.append((said, lines, os.getpid()))
+    return answers
+
+
+def test_of_two_starts_at_once_one_runs_and_the_other_names_it(tmp_path: Path) -> None:
+    first, second = run_ranks(race, 2, str(tmp_path), 50)
+    winners = []
+    for number, ((said, lines, pid), (other_said, other_lines, other_pid)) in enumerate(
+        zip(first, second, strict=True)
+    ):
+        assert bool(said) != bool(other_said), f"start {number}: {said!r} {other_said!r}"
+        winner = other_pid if said else pid
+        assert f"process {winner} on " in said + other_said, f"start {number}: the owner is not named"
+        taken_over = ["process 0 on here (boot an earlier one)" in line for line in lines + other_lines]
+        assert taken_over == ([True] if number % 2 else []), f"start {number}"
+        winners.append(winner)
+    print(f"rank 0 won {winners.count(first[0][2])} of {len(winners)}")
+
+
 def hold_and_fork(folder: str, done: str) -> None:
     from fsdp_trainer.run_lock import lock_folder
 
