@@ -18,7 +18,7 @@ FORMAT = 2
 STATE_FILE = "state.json"
 METADATA_FILE = ".metadata"  # written last by DCP; without it the parts cannot be read
 MAX_STATE_BYTES = 64 * 2**20  # before it is parsed; a run over thousands of ranks stays under one
-_BLOCK_BYTES = 4 * 2**20
+_BLOCK_BYTES = 2**20
 _NO_DIGEST = "0" * 32
 
 

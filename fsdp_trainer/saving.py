@@ -65,6 +65,10 @@ class Saver:
         checkpoint = run.config.checkpoint
         self._in_background = saves_in_background(every_steps=checkpoint.every_steps, async_save=checkpoint.async_save)
         self._stager = build_stager(run.runtime.device) if self._in_background else None
+        if self._in_background:
+            every, half = checkpoint.every_steps, (checkpoint.every_steps + 1) // 2
+            fact = f"checkpoints: one begun every {half} steps in the background, so that a kill costs at most {every}"
+            log_line(fact, is_main=run.runtime.is_main)
         self._saved_step, self._best = saved_step, best
 
     def save_if_due(self, progress: Progress) -> None:

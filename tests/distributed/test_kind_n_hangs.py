@@ -1,7 +1,7 @@
 """Hangs (reports N): nothing is decided by one rank alone.
 
-Entry 110. Elsewhere: 108 in test_kind_a_loss.py (input d22: a rank whose rows lost all labels) and test_kind_h_schedule.py
-(skipped steps), 112 in tests/e2e/test_signals.py (a rank that raises) and test_lost_ranks.py (killed, stopped).
+Entry 110. Elsewhere: 108 in test_kind_a_loss.py (input d22: a rank whose rows lost all labels) and in
+test_kind_h_schedule.py (skipped steps), 112 in tests/e2e/test_signals.py (a rank that raises) and test_lost_ranks.py.
 """
 
 from __future__ import annotations

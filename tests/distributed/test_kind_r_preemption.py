@@ -110,7 +110,7 @@ def train_without_stdin(settings: dict[str, Any]) -> int:
 
 
 def test_150_nobody_is_asked(model_folder: ModelFolder, tmp_path: Path) -> None:
-    """A batch job has no terminal: a whole run, over data it has not seen and into a folder that exists, without one."""
+    """A batch job has no terminal: a whole run, over data not seen before, into a folder that exists, without one."""
     data = models.write_jsonl(models.make_records(16, seed=3)[0], tmp_path / "data.jsonl")
     settings = training_runs.settings(
         model_folder("llama"), data, tmp_path, train={"max_steps": 2}, schedule={"warmup_steps": 1}
