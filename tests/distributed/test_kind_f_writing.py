@@ -85,6 +85,65 @@ def test_38_41_43_50_what_a_run_leaves_is_a_model(dtype: str, model_folder: Mode
     assert loaded["ids"] == run_ranks(load_plainly, 1, str(source), str(tmp_path / "twice"))[0]["ids"]
 
 
+# Files as models on the hub have them: the code of the config does not know that of the model.
+OWN_CODE = {
+    "configuration_mine.py": """
+from transformers import LlamaConfig
+
+class MineConfig(LlamaConfig):
+    model_type = "mine"
+""",
+    "modeling_mine.py": """
+from transformers import LlamaForCausalLM
+from .configuration_mine import MineConfig
+from .parts import NAME
+
+class Mine(LlamaForCausalLM):
+    config_class = MineConfig
+    name = NAME
+""",
+    "parts.py": 'NAME = "mine"',
+}
+
+
+def load_with_code(folder: str, modules: str) -> tuple[str, float]:
+    """Load a folder that brings its own code, in a process that has never seen that code."""
+    import torch
+    from transformers import AutoModelForCausalLM, dynamic_module_utils
+
+    dynamic_module_utils.HF_MODULES_CACHE = modules
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    with torch.no_grad():
+        return model.name, model(torch.tensor([[5, 7, 9]])).logits.abs().sum().item()
+
+
+def test_44_code_that_a_model_brings_along_is_in_the_export(model_folder: ModelFolder, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(model_folder("llama"), tmp_path / "source"))
+    for name, code in OWN_CODE.items():
+        (source / name).write_text(code)
+    config = json.loads((source / "config.json").read_text())
+    auto_map = {"AutoConfig": "configuration_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.Mine"}
+    own = {"model_type": "mine", "architectures": ["Mine"], "auto_map": auto_map}
+    (source / "config.json").write_text(json.dumps({**config, **own}))
+    data = models.write_jsonl(models.make_records(16, seed=3)[0], tmp_path / "data.jsonl")
+    settings = training_runs.settings(
+        str(source),
+        data,
+        tmp_path / "run",
+        train={"max_steps": 1},
+        schedule={"warmup_steps": 1},
+        model={"trust_remote_code": True},
+        loss={"kind": "plain"},
+    )
+    assert fault_runs.run(settings, 2) == [0, 0]
+    exported = tmp_path / "run" / "model"
+    assert OWN_CODE.keys() <= {path.name for path in exported.iterdir()}
+    trained = run_ranks(load_with_code, 1, str(exported), str(tmp_path / "modules"))[0]
+    source.rename(tmp_path / "gone")
+    assert run_ranks(load_with_code, 1, str(exported), str(tmp_path / "other_modules"))[0] == trained
+    assert trained[0] == "mine"
+
+
 def train_and_listen(settings: dict[str, Any]) -> list[str]:
     from fsdp_trainer import saving, training
 
