@@ -1,6 +1,6 @@
-"""Damage a checkpoint in every way a disk, a copy or a person can, and count what verification finds.
+"""Damage a checkpoint or an exported model in every way a disk, a copy or a person can, and count what is found.
 
-    python -m benchmarks.damage STEP_FOLDER [--flips 10000 --others 1000 --clean 1000 --seed 0]
+    python -m benchmarks.damage FOLDER [--other FOLDER --flips 10000 --others 1000 --clean 1000 --seed 0]
 
 Each damage is put into a copy, verified, and taken back. Nothing may be missed, and an intact copy never refused.
 """
@@ -35,15 +35,13 @@ class Count:
         return self.tried.total() - self.found.total()
 
 
-def damage_checkpoint(
-    checkpoint: Path, *, flips: int, others: int, clean: int, seed: int, other: Path | None = None
-) -> Count:
-    """Damage a copy of `checkpoint` again and again; files of `other`, one of the same run, are mixed in."""
+def damage_folder(folder: Path, *, flips: int, others: int, clean: int, seed: int, other: Path | None = None) -> Count:
+    """Damage a copy of a checkpoint or an export again and again; files of `other`, of the same run, are mixed in."""
     chance = random.Random(seed)
     tried: Counter[str] = Counter()
     found: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(shutil.copytree(checkpoint, Path(folder) / checkpoint.name))
+    with tempfile.TemporaryDirectory() as scratch:
+        copy = Path(shutil.copytree(folder, Path(scratch) / folder.name))
         files = {path.name: path.read_bytes() for path in copy.iterdir()}
         started = time.perf_counter()
         false_alarms = sum(is_found(copy) for _ in range(clean))
@@ -69,17 +67,19 @@ def damage_checkpoint(
     return Count(tried, found, clean + 1, false_alarms, seconds)
 
 
-def is_found(checkpoint: Path) -> bool:
-    """Return whether what a start of the trainer asks first refuses this checkpoint."""
+def is_found(folder: Path) -> bool:
+    """Return whether a checkpoint is refused by what a start asks first, or an export by `fsdp-trainer verify`."""
     from fsdp_trainer.checkpoint_search import find_damage_on_all
+    from fsdp_trainer.export_checksums import find_export_damage
 
-    return find_damage_on_all(checkpoint) is not None
+    look = find_damage_on_all if folder.name.startswith("step-") else find_export_damage
+    return look(folder) is not None
 
 
 def pick_file(files: dict[str, bytes], chance: random.Random) -> str:
-    """Choose a file: by its size, but every fifth time one of the two small ones, which that would hardly ever hit."""
+    """Choose a file: by its size, but every fifth time any, since that would hardly ever hit the small ones."""
     if chance.random() < 0.2:
-        return chance.choice(["state.json", ".metadata"])
+        return chance.choice(list(files))
     return chance.choices(list(files), weights=[len(content) for content in files.values()])[0]
 
 
@@ -128,7 +128,7 @@ KINDS: dict[str, Callable[[bytes, random.Random], bytes]] = {
 def whole_file_changes(copy: Path, files: dict[str, bytes], other: Path | None) -> dict[str, Callable[[], object]]:
     """Return changes that concern whole files: missing, extra, two exchanged, or one from another checkpoint."""
     changes: dict[str, Callable[[], object]] = {}
-    parts = [name for name in files if name.endswith(".distcp")]
+    parts = [name for name in files if name.endswith((".distcp", ".safetensors"))]
     for name in files:
         changes[f"{name} missing"] = (copy / name).unlink
         changes[f"{name} became a folder"] = lambda name=name: ((copy / name).unlink(), (copy / name).mkdir())
@@ -136,8 +136,8 @@ def whole_file_changes(copy: Path, files: dict[str, bytes], other: Path | None) 
             (copy / name).rename(copy.parent / "elsewhere"),
             (copy / name).symlink_to(copy.parent / "elsewhere"),
         )
-        if other is not None:
-            changes[f"{name} of another checkpoint"] = lambda name=name: shutil.copy(other / name, copy / name)
+        if other is not None and (other / name).is_file() and (other / name).read_bytes() != files[name]:
+            changes[f"{name} of another one"] = lambda name=name: shutil.copy(other / name, copy / name)
     for name in ("__9_0.distcp", "notes.txt", ".hidden"):
         changes[f"{name} added"] = lambda name=name: (copy / name).write_bytes(b"x")
     changes["folder added"] = (copy / "folder").mkdir
@@ -151,15 +151,15 @@ def whole_file_changes(copy: Path, files: dict[str, bytes], other: Path | None) 
 def main() -> int:
     """Print what was found in a damaged copy; 1 when anything was missed, or an intact one refused."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--other", type=Path, help="another checkpoint of the same run, to mix files with")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--other", type=Path, help="another checkpoint or export of the same run, to mix files with")
     parser.add_argument("--flips", type=int, default=10_000)
     parser.add_argument("--others", type=int, default=1_000)
     parser.add_argument("--clean", type=int, default=1_000)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
-    count = damage_checkpoint(
-        asked.checkpoint,
+    count = damage_folder(
+        asked.folder,
         flips=asked.flips,
         others=asked.others,
         clean=asked.clean,

@@ -19,19 +19,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 from fsdp_trainer.agreement import all_true, gather_from_all, is_main, run_on_all, run_on_main
 from fsdp_trainer.checkpoint_folder import checkpoint_path, make_empty, prune, publish
-from fsdp_trainer.checkpoint_manifest import FORMAT, METADATA_FILE, Best, Progress, describe_file, read_state
+from fsdp_trainer.checkpoint_manifest import FORMAT, Best, Progress, read_state
 from fsdp_trainer.checkpoint_rng import derive_rng, restore_rng, rng_tensors
 from fsdp_trainer.checkpoint_search import refuse_damage
 from fsdp_trainer.checkpoint_table import TableReader, read_table
+from fsdp_trainer.checkpoint_writer import CheckpointWriter
 from fsdp_trainer.errors import CheckpointError, DistributedError
 from fsdp_trainer.model import named_weights
 
@@ -78,18 +77,17 @@ def build_save_group(*, timeout: timedelta) -> dist.ProcessGroup | None:
     return group
 
 
-def build_stager(device: torch.device) -> DefaultStager | None:
-    """Make the host memory that the background saves of a run share; close() it when the run ends. None on CPU.
+def build_stager(device: torch.device) -> DefaultStager:
+    """Make the host memory that the background saves of a run share; close() it when the run ends.
 
-    It grows to the size of this rank's parameters and optimizer state at the first save and stays: pinned, it is copied
-    to at full speed, and pinning anew for every save would cost more than the copy. On CPU it would hold the whole run
-    twice to save 0.3 s per GB and save (0.36 against 0.12 CPU seconds for 0.8 GB), so there every save takes its own.
+    It grows to the size of this rank's parameters and optimizer state at the first save and stays. The steps that
+    follow a save hold that copy in any case, so keeping it raises no peak, and a save that finds its memory in place
+    pays for the copy alone: pinning anew would cost more than that, and so, on a busy machine, would new pages.
     """
-    if device.type == "cpu":
-        return None
+    cuda = device.type == "cuda"
     return DefaultStager(
         StagingOptions(
-            use_pinned_memory=True, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=True
+            use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
         )
     )
 
@@ -115,11 +113,11 @@ def save_checkpoint(
 ) -> PendingSave:
     """Save the run to `output_dir/checkpoints/step-N`, N being `progress.step`. All ranks call it between two steps.
 
-    `facts` is kept in state.json (config, versions, what `load_checkpoint` must find equal). With `asynchronous` the
-    state is copied to host memory (one more copy of the shards of parameters and optimizer) and written by a thread,
-    while training goes on; `process_group` must then come from `build_save_group`, and `stager` may come from
-    `build_stager`. Only one save may be in flight: `after` is waited for first. Once this one is durable, all but the
-    newest `keep_latest` checkpoints and that of `best` are deleted.
+    `facts` is kept in state.json (config, digest of the rows, versions: what `check_resume` compares). With
+    `asynchronous` the state is copied to host memory (one more copy of the shards of parameters and optimizer) and
+    written by a thread, while training goes on; `process_group` must then come from `build_save_group`, and `stager`
+    may come from `build_stager`. Only one save may be in flight: `after` is waited for first. Once this one is durable,
+    all but the newest `keep_latest` checkpoints and that of `best` are deleted.
     CheckpointError on every rank when any rank cannot write; the checkpoints before stay as they are.
     """
     if after is not None:
@@ -172,27 +170,6 @@ def _copy_to_host(tensors: dict[str, torch.Tensor], stager: DefaultStager | None
             used.close()
 
 
-class _Writer(FileSystemWriter):
-    """DCP's writer, made to name the system's own error.
-
-    torch.save answers a full disk with "unexpected pos 704 vs 598" (torch 2.14, serialization.py: closing the archive
-    raises over the OSError), and only that last exception would travel to the other ranks.
-    """
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:
-            raise _system_error(error) from error
-
-
-def _system_error(error: BaseException) -> BaseException:
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
-    return cause or error
-
-
 def _write(
     tensors: dict[str, torch.Tensor],
     *,
@@ -203,24 +180,15 @@ def _write(
     temporary = target.with_name(f".{target.name}.tmp")
     try:
         run_on_main(lambda: make_empty(temporary), process_group=process_group)
-        save_sharded(tensors, storage_writer=_Writer(temporary, sync_files=True), process_group=process_group)
-        files = _describe_written(temporary, process_group)
+        writer = CheckpointWriter(temporary)
+        save_sharded(tensors, storage_writer=writer, process_group=process_group)
+        parts = gather_from_all(lambda: writer.described, process_group=process_group)
+        files = {name: file for part in parts for name, file in part.items()}
         run_on_main(lambda: publish(temporary, target, state, files), process_group=process_group)
     except (Exception, CheckpointException) as error:  # the latter is a BaseException
         # Every rank is here and writes no more: DCP and `run_on_main` tell all of them what any of them failed at.
         run_on_main(lambda: shutil.rmtree(temporary, ignore_errors=True), process_group=process_group)
         raise _explain_failed_save(error, target) from error
-
-
-def _describe_written(folder: Path, process_group: dist.ProcessGroup | None) -> dict[str, dict[str, Any]]:
-    """Return size and hash of every file, each read by the rank that wrote it; collective."""
-
-    def mine() -> dict[str, dict[str, Any]]:
-        rank = dist.get_rank(process_group) if dist.is_initialized() else 0
-        written = [*folder.glob(f"__{rank}_*"), *([folder / METADATA_FILE] if rank == 0 else [])]
-        return {path.name: describe_file(path) for path in written}
-
-    return {name: file for part in gather_from_all(mine, process_group=process_group) for name, file in part.items()}
 
 
 def _explain_failed_save(error: BaseException, target: Path) -> CheckpointError:
@@ -327,7 +295,6 @@ def load_checkpoint(
     scaler: Any,
     device: torch.device,
     seed: int,
-    must_match: Mapping[str, Any] | None = None,
     already_verified: bool = False,
     process_group: dist.ProcessGroup | None = None,
     log: Callable[[str], None] = logger.warning,
@@ -337,14 +304,14 @@ def load_checkpoint(
     All ranks call it before any forward (FSDP would go on with weights gathered earlier). Another world size or mesh is
     fine: each rank reads its own slices, and random states follow from (seed, step, rank), which is logged.
     CheckpointError on every rank when the folder is incomplete, when any byte is not what was written (checked before
-    anything is changed, unless `already_verified`: `find_checkpoint` has just done it), when one of the facts in
-    `must_match` was saved with another value, or when names, shapes or dtypes differ from this run's either way:
-    nothing is guessed or left out.
+    anything is changed, unless `already_verified`: `find_checkpoint` has just done it), or when names, shapes or dtypes
+    differ from this run's either way: nothing is guessed or left out. Whether it is of the same run is for
+    `resume_rules.check_resume` to say.
     """
     path = Path(path)
     if not already_verified:
         refuse_damage(path, process_group=process_group)
-    state = run_on_main(lambda: _read_matching_state(path, must_match or {}, scaler), process_group=process_group)
+    state = run_on_main(lambda: _read_matching_state(path, scaler), process_group=process_group)
     _create_optimizer_state(optimizer)
     tensors = training_tensors(model, optimizer)
     stored = run_on_main(lambda: _read_matching_tensors(path, tensors), process_group=process_group)
@@ -392,21 +359,15 @@ def _create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.state[parameter] = _initial_adamw_state(parameter, group)
 
 
-def _read_matching_state(path: Path, must_match: Mapping[str, Any], scaler: Any) -> dict[str, Any]:
+def _read_matching_state(path: Path, scaler: Any) -> dict[str, Any]:
     state = read_state(path)
-    saved = state["facts"]
-    wrong = [
-        f"{key}: {saved.get(key)!r} saved, {value!r} now"
-        for key, value in _plain(must_match).items()
-        if saved.get(key) != value
-    ]
-    if (state["scaler"] is None) != (scaler is None):
-        wrong.append(f"gradient scaler: {'none' if state['scaler'] is None else 'one'} saved, the other way round now")
-    if wrong:
+    saved = state["scaler"] is not None
+    if saved != (scaler is not None):
+        with_and_without = ("with", "without") if saved else ("without", "with")
         raise CheckpointError(
-            "The checkpoint is of another run.",
-            values=f"{path}: {'; '.join(wrong)}",
-            fix="go back to the saved settings, or start afresh in another output_dir",
+            "The checkpoint was saved in another precision.",
+            values="{}: saved {} a gradient scaler, this run is {} one".format(path, *with_and_without),
+            fix="set precision as it was, or start afresh in another output_dir",
         )
     return state
 

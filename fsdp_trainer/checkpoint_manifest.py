@@ -18,7 +18,7 @@ FORMAT = 2
 STATE_FILE = "state.json"
 METADATA_FILE = ".metadata"  # written last by DCP; without it the parts cannot be read
 MAX_STATE_BYTES = 64 * 2**20  # before it is parsed; a run over thousands of ranks stays under one
-_BLOCK_BYTES = 4 * 2**20
+_BLOCK_BYTES = 2**20
 _NO_DIGEST = "0" * 32
 
 
@@ -60,9 +60,14 @@ def hash_file(path: Path) -> str:
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write state.json whole or not at all, with a digest over every other byte of it."""
-    text = json.dumps({"digest": _NO_DIGEST} | {k: v for k, v in state.items() if k != "digest"}, indent=1) + "\n"
-    write_text_atomically(path / STATE_FILE, text.replace(_NO_DIGEST, _digest(text), 1))
+    """Write the state.json of the checkpoint `path`, see `write_sealed`."""
+    write_sealed(path / STATE_FILE, state)
+
+
+def write_sealed(file: Path, content: Mapping[str, Any]) -> None:
+    """Write `content` as JSON, whole or not at all, with a digest over every other byte of the file."""
+    text = json.dumps({"digest": _NO_DIGEST} | {k: v for k, v in content.items() if k != "digest"}, indent=1) + "\n"
+    write_text_atomically(file, text.replace(_NO_DIGEST, _digest(text), 1))
 
 
 def _digest(text: str) -> str:
@@ -74,20 +79,25 @@ def _digest(text: str) -> str:
 
 def read_state(path: Path) -> dict[str, Any]:
     """Return what state.json says: progress, world size, facts, size and hash of every file. ValueError if damaged."""
-    if (size := (path / STATE_FILE).stat().st_size) > MAX_STATE_BYTES:
+    return read_sealed(path / STATE_FILE, version=FORMAT)
+
+
+def read_sealed(file: Path, *, version: int) -> dict[str, Any]:
+    """Return the content of a file of `write_sealed` whose `format` is `version`; ValueError if it is damaged."""
+    if (size := file.stat().st_size) > MAX_STATE_BYTES:
         raise ValueError(f"it has {size:,} bytes, at most {MAX_STATE_BYTES:,} are read")
-    text = (path / STATE_FILE).read_bytes().decode("utf-8")
+    text = file.read_bytes().decode("utf-8")
     try:
-        state = json.loads(text)
-        if (version := state["format"]) != FORMAT:
-            raise ValueError(f"it has format {version}, this version reads {FORMAT}")
+        content = json.loads(text)
+        if (found := content["format"]) != version:
+            raise ValueError(f"it has format {found}, this version reads {version}")
         # The digest comes first, so its first occurrence is its own.
-        intact = state["digest"] == _digest(text.replace(state["digest"], _NO_DIGEST, 1))
+        intact = content["digest"] == _digest(text.replace(content["digest"], _NO_DIGEST, 1))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     if not intact:
         raise ValueError("its bytes do not fit its digest")
-    return state
+    return content
 
 
 def find_damage(path: Path) -> str | None:
@@ -109,11 +119,12 @@ def find_damage(path: Path) -> str | None:
         return f"{STATE_FILE} lacks {', '.join(sorted(lacking))}"
     if (path / STATE_FILE).is_symlink():
         return f"{STATE_FILE} is no plain file"
-    return _find_other_files(path, {name: size for name, (size, _) in files.items()})
-
-
-def _find_other_files(path: Path, sizes: Mapping[str, int]) -> str | None:
     present = {file.name: file for file in path.iterdir() if file.name != STATE_FILE}
+    return find_other_files(present, {name: size for name, (size, _) in files.items()})
+
+
+def find_other_files(present: Mapping[str, Path], sizes: Mapping[str, int]) -> str | None:
+    """Return which file is missing, does not belong, is no plain file or has another size, or None."""
     for name in sorted(present.keys() | sizes.keys()):
         if name not in sizes:
             return f"{name} does not belong to it"

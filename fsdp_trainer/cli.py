@@ -99,6 +99,22 @@ def export(
 
 
 @app.command()
+def verify(
+    folder: Annotated[Path, typer.Argument(help="A checkpoint (step-...) or an exported model.", metavar="FOLDER")],
+) -> None:
+    """Read every byte of a checkpoint or an exported model and compare it with what was written."""
+    from fsdp_trainer.export_checksums import CHECKSUMS, verify_export
+
+    if (folder / CHECKSUMS).exists():
+        verify_export(folder)
+    else:
+        from fsdp_trainer.checkpoint_search import refuse_damage  # torch comes with it, which an export does not need
+
+        refuse_damage(folder)
+    print(f"{folder}: every byte is as it was written")
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON Schema of the settings file, with the reason and the trade-off of every setting."""
     print(json.dumps(Config.model_json_schema(), indent=2))

@@ -388,8 +388,9 @@ class CheckpointConfig(Section):
 
     every_steps: Steps = Field(
         default=500,
-        description="Optimizer steps between checkpoints, which is what a crash costs at most. A checkpoint is "
-        "12 bytes a parameter with AdamW.",
+        description="Optimizer steps that a crash costs at most. A checkpoint is begun every so many steps; in the "
+        "background, where the one being written does not count yet, every half of them. It is 12 bytes a parameter "
+        "with AdamW.",
     )
     keep_latest: Annotated[int, Field(ge=1)] = Field(
         default=2, description="Complete checkpoints kept. Two, so that a damaged newest one does not end the run."

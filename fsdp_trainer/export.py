@@ -20,10 +20,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from fsdp_trainer.agreement import is_main, run_on_main
 from fsdp_trainer.conversions import ExportGroup, architecture_of, plan_export, to_checkpoint
 from fsdp_trainer.errors import CheckpointError
+from fsdp_trainer.export_checksums import write_checksums
 from fsdp_trainer.model import named_weights
 from fsdp_trainer.model_card import CARD
 from fsdp_trainer.weight_files import INDEX, SAFETENSORS
@@ -80,6 +83,7 @@ def export_model(
     def finish() -> None:
         write_index(part, plan)
         write_sides(part, config, generation_config, tokenizer, card)
+        write_own_code(part, model)
         replace_folder(folder, part)
 
     _on_main(finish, folder, process_group)
@@ -215,6 +219,9 @@ def exported_config(hf_config: Any, model: nn.Module, dtype: torch.dtype) -> Any
     config = copy.deepcopy(hf_config)
     config.dtype = dtype
     config.architectures = [architecture_of(model).__name__]
+    if code := getattr(config, "auto_map", None):
+        # "org/model--modeling_mine.Mine" would be fetched from the hub, where it may be gone or another by then.
+        config.auto_map = {key: name.split("--")[-1] if isinstance(name, str) else name for key, name in code.items()}
     tied = _is_tied(model)
     # The tie is what the tensors say: a head that came apart is written, and a flag left on would drop it on loading.
     if tied is not None and tied != getattr(config, "tie_word_embeddings", False):
@@ -282,9 +289,21 @@ def write_sides(part: Path, config: Any, generation_config: Any, tokenizer: Any,
         (part / CARD).write_text(card, encoding="utf-8")
 
 
+def write_own_code(part: Path, model: nn.Module) -> None:
+    """Write the code of a model that brings its own: whoever loads the folder runs what lies there.
+
+    The config's and the tokenizer's code come with them; the model's would come with `model.save_pretrained`, which
+    holds the whole model.
+    """
+    kind = architecture_of(model)
+    if kind.__module__.split(".")[0] == TRANSFORMERS_DYNAMIC_MODULE_NAME:
+        custom_object_save(kind, part)
+
+
 def replace_folder(folder: Path, part: Path) -> None:
-    """Give `part` the name `folder`; what had it is moved aside first and deleted last."""
-    for path in [*part.iterdir(), part]:
+    """Give `part`, with checksums of all that is in it, the name `folder`; what had it goes last."""
+    write_checksums(part)
+    for path in [*part.rglob("*"), part]:
         _sync(path)
     old = folder.with_name(f".{folder.name}.old")
     if old.exists():

@@ -37,6 +37,7 @@ from fsdp_trainer.export import (
     unfinished,
     write_file,
     write_index,
+    write_own_code,
     write_sides,
 )
 from fsdp_trainer.loading import plan_loading
@@ -89,6 +90,7 @@ def export_checkpoint(
         write_index(part, plan)
         generation = load_generation_config(config.model)
         write_sides(part, exported_config(hf_config, model, DTYPES[dtype]), generation, tokenizer, card)
+        write_own_code(part, model)
         if out.exists():
             out.rmdir()
         replace_folder(out, part)

@@ -7,6 +7,7 @@ without working locks between machines (some NFS mounts) it holds between the pr
 import json
 import os
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from fsdp_trainer.errors import FolderInUse
 from fsdp_trainer.run_folder import write_text_atomically
 
 LOCK_FILE, OWNER_FILE = ".lock", ".lock-owner.json"
+_OWNER_SECONDS = 2.0  # between taking the lock and saying so, on a busy machine
 
 
 def lock_folder(output_dir: Path, *, log: Callable[[str], None]) -> FileLock:
@@ -60,9 +62,17 @@ def _acquire(lock: FileLock) -> None:
     except Timeout as error:
         raise FolderInUse(
             "Another run is writing to this output_dir.",
-            values=f"{folder}: {_describe(_read(folder / OWNER_FILE))}",
+            values=f"{folder}: {_describe(_wait_for_owner(folder / OWNER_FILE))}",
             fix="set another output_dir, or end that run first",
         ) from error
+
+
+def _wait_for_owner(owner: Path) -> dict[str, Any] | None:
+    """Return who holds the lock, once that process has written it down; None if it does not."""
+    deadline = time.monotonic() + _OWNER_SECONDS
+    while (found := _read(owner)) is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
 
 
 def _this_process() -> dict[str, Any]:
@@ -84,6 +94,6 @@ def _read(owner: Path) -> dict[str, Any] | None:
 
 
 def _describe(owner: dict[str, Any] | None) -> str:
-    if owner is None:  # the moment between the lock and its text
+    if owner is None:
         return "held by a process that has not said yet who it is"
     return f"process {owner.get('pid')} on {owner.get('host')} (boot {owner.get('boot')})"

@@ -1,4 +1,10 @@
-"""Checkpoints of a running loop: at most one in flight, and the last one always waited for."""
+"""Checkpoints of a running loop: at most one in flight, and the last one always waited for.
+
+[Note: one interval] A kill costs at most `checkpoint.every_steps` optimizer steps: those begun since the newest
+checkpoint that is published. One that is still written in the background does not count yet. So there one is begun
+after every half of the interval, and training waits for it where the next is due: when a kill comes, the newest
+published one is the last or the last but one, at most two halves back.
+"""
 
 import math
 from collections.abc import Mapping
@@ -16,6 +22,31 @@ from fsdp_trainer.run import Run
 from fsdp_trainer.run_folder import write_status
 
 
+def saves_in_background(*, every_steps: int, async_save: bool) -> bool:
+    """Return whether saves run beside training; an interval of one step leaves no time for that."""
+    return async_save and every_steps > 1
+
+
+def is_save_due(step: int, *, every_steps: int, async_save: bool) -> bool:
+    """Return whether a checkpoint is begun after `step`, see [Note: one interval]."""
+    return step % every_steps in _steps_of_saves(every_steps=every_steps, async_save=async_save)
+
+
+def saves_to_come(*, step: int, total_steps: int, every_steps: int, async_save: bool) -> int:
+    """Return how many checkpoints a run at `step` will still write, that of its end included."""
+    if step >= total_steps:
+        return 0
+    due = _steps_of_saves(every_steps=every_steps, async_save=async_save)
+    between = sum((total_steps - after) // every_steps - (step - after) // every_steps for after in due)
+    return between + (total_steps % every_steps not in due)
+
+
+def _steps_of_saves(*, every_steps: int, async_save: bool) -> set[int]:
+    """Return after which steps of an interval one is begun, counted from its start."""
+    half = (every_steps + 1) // 2
+    return {0, half} if saves_in_background(every_steps=every_steps, async_save=async_save) else {0}
+
+
 class Saver:
     """Saves one run. Every method is collective; failures are raised on all ranks."""
 
@@ -31,13 +62,25 @@ class Saver:
     ) -> None:
         self._run, self._facts, self._group, self._output_dir = run, facts, process_group, output_dir
         self._pending: PendingSave | None = None
-        self._stager = build_stager(run.runtime.device) if run.config.checkpoint.async_save else None
+        checkpoint = run.config.checkpoint
+        self._in_background = saves_in_background(every_steps=checkpoint.every_steps, async_save=checkpoint.async_save)
+        self._stager = build_stager(run.runtime.device) if self._in_background else None
+        if self._in_background:
+            every, half = checkpoint.every_steps, (checkpoint.every_steps + 1) // 2
+            fact = f"checkpoints: one begun every {half} steps in the background, so that a kill costs at most {every}"
+            log_line(fact, is_main=run.runtime.is_main)
         self._saved_step, self._best = saved_step, best
 
+    def save_if_due(self, progress: Progress) -> None:
+        """Save after a step where one is due, see [Note: one interval]."""
+        checkpoint = self._run.config.checkpoint
+        if is_save_due(progress.step, every_steps=checkpoint.every_steps, async_save=checkpoint.async_save):
+            self.save(progress)
+
     def save(self, progress: Progress) -> None:
-        """Save after a step, once; in the background unless `checkpoint.async_save` is off."""
+        """Save after a step, once; in the background where the settings allow."""
         if progress.step != self._saved_step:
-            self._save(progress, asynchronous=self._run.config.checkpoint.async_save)
+            self._save(progress, asynchronous=self._in_background)
 
     def save_now(self, progress: Progress) -> Path:
         """Make sure that this very state is on disk, and return its folder."""

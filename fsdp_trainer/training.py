@@ -206,8 +206,7 @@ def train_loop(run: Run, session: _Session, progress: Progress) -> Progress:
             if _evaluation_is_due(config, progress.step, session.total_steps):
                 _evaluate(run, session, progress)
             session.saver.poll()
-            if progress.step % config.checkpoint.every_steps == 0:
-                session.saver.save(progress)
+            session.saver.save_if_due(progress)
     return progress
 
 

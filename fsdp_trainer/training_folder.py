@@ -16,6 +16,7 @@ from fsdp_trainer.export import exported_bytes
 from fsdp_trainer.progress import log_line
 from fsdp_trainer.run import Run
 from fsdp_trainer.run_folder import trim_metrics, write_settings, write_status, writing
+from fsdp_trainer.saving import saves_to_come
 from fsdp_trainer.units import format_bytes, format_number
 
 
@@ -60,10 +61,15 @@ def check_disk(run: Run, *, output_dir: Path, step: int, total_steps: int) -> No
         exported_bytes(run.model, dtype=config.export.dtype, hf_config=run.hf_config) if config.export.at_end else 0
     )
     kept = config.checkpoint.keep_latest + config.checkpoint.keep_best
-    to_come = saves_to_come(every_steps=config.checkpoint.every_steps, step=step, total_steps=total_steps)
+    to_come = saves_to_come(
+        step=step,
+        total_steps=total_steps,
+        every_steps=config.checkpoint.every_steps,
+        async_save=config.checkpoint.async_save,
+    )
     if config.checkpoint.keep_best:  # each evaluation can be a new best one, which is saved
         every = config.eval.every_steps or total_steps
-        to_come += saves_to_come(every_steps=every, step=step, total_steps=total_steps)
+        to_come += saves_to_come(step=step, total_steps=total_steps, every_steps=every, async_save=False)
 
     def check() -> None:
         present = len(published(output_dir))
@@ -82,10 +88,3 @@ def check_disk(run: Run, *, output_dir: Path, step: int, total_steps: int) -> No
             )
 
     run_on_main(check)
-
-
-def saves_to_come(*, every_steps: int, step: int, total_steps: int) -> int:
-    """Return how many checkpoints a run at `step` will still write, that of its end included."""
-    if step >= total_steps:
-        return 0
-    return total_steps // every_steps - step // every_steps + (total_steps % every_steps != 0)

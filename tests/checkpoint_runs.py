@@ -77,7 +77,6 @@ def load(run: Run, path: Path, **options: Any) -> Progress:
         scaler=run.scaler,
         device=run.runtime.device,
         seed=SEED,
-        must_match=options.pop("must_match", FACTS),
         **options,
     )
 

@@ -191,8 +191,9 @@ def checkpoints(folder: Path) -> list[str]:
 def end_state(folder: Path) -> dict[str, str]:
     """Return a digest of every tensor of the newest checkpoint, its progress, and digests of the exported files."""
     found = run_ranks(_checkpoint_digests, 1, str(folder / "checkpoints" / checkpoints(folder)[-1]))[0]
-    # The card names the run's own folder and data file, which differ between two runs that are compared.
-    exported = [path for path in (folder / "model").iterdir() if path.name != "README.md"]
+    # The card names the run's own folder and data file, which differ between two runs that are compared; so do the
+    # checksums, which count it in.
+    exported = [path for path in (folder / "model").iterdir() if path.name not in ("README.md", "checksums.json")]
     model = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in exported}
     return found | model
 

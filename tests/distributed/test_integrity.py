@@ -280,9 +280,9 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(saved: Path
 
 
 def damaged_in_every_way(first: str, other: str) -> tuple[dict[str, int], dict[str, int], int]:
-    from benchmarks.damage import damage_checkpoint
+    from benchmarks.damage import damage_folder
 
-    count = damage_checkpoint(Path(first), flips=200, others=40, clean=30, seed=11, other=Path(other))
+    count = damage_folder(Path(first), flips=200, others=40, clean=30, seed=11, other=Path(other))
     return dict(count.tried), dict(count.found), count.false_alarms
 
 
@@ -296,3 +296,50 @@ def test_every_damage_is_found_and_no_intact_one_refused(
     assert found == tried
     assert sum(tried.values()) > 350
     assert false_alarms == 0
+
+
+def export_two(settings: dict[str, Any], folder: str) -> None:
+    """Export the same run after one step and after two, in several files."""
+    from tests.export_runs import export
+
+    run = runs.build(settings)
+    for step in (1, 2):
+        runs.take_steps(run, step - 1, step)
+        export(run, Path(folder) / f"model-{step}", max_file_bytes=100_000)
+
+
+def test_every_damage_of_an_export_is_found_and_no_intact_one_refused(
+    model_folder: ModelFolder, tmp_path: Path
+) -> None:
+    run_ranks(export_two, 2, tiny(model_folder("llama"), tmp_path), str(tmp_path))
+    folders = [str(tmp_path / f"model-{step}") for step in (1, 2)]
+    tried, found, false_alarms = run_ranks(damaged_in_every_way, 1, *folders, timeout=120.0)[0]
+    assert found == tried
+    assert sum(tried.values()) > 350
+    assert {"parts exchanged", "checksums.json missing"} <= set(tried)
+    assert any(kind.endswith(".safetensors of another one") for kind in tried)
+    assert false_alarms == 0
+
+
+def verified(folder: str) -> str:
+    """Return what the command says of a folder."""
+    import contextlib
+    import io
+
+    from fsdp_trainer.cli import main
+
+    out, error = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error), contextlib.suppress(SystemExit):
+        main(["verify", folder])
+    return out.getvalue() + error.getvalue()
+
+
+def test_the_command_verifies_checkpoints_and_exports(saved: Path, model_folder: ModelFolder, tmp_path: Path) -> None:
+    run_ranks(export_two, 1, tiny(model_folder("llama"), tmp_path), str(tmp_path))
+    checkpoint = Path(shutil.copytree(saved, tmp_path / saved.name))
+    for folder, file in ((checkpoint, "__0_0.distcp"), (tmp_path / "model-1", "config.json")):
+        assert "every byte is as it was written" in run_ranks(verified, 1, str(folder))[0]
+        content = (folder / file).read_bytes()
+        (folder / file).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        assert f"{file} is damaged" in run_ranks(verified, 1, str(folder))[0]
+    assert "there is no such folder" in run_ranks(verified, 1, str(tmp_path / "none"))[0]

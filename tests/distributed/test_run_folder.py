@@ -111,6 +111,50 @@ def test_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
     assert lock_here(tmp_path / "run") == [], "a run that ended by itself leaves nothing to take over"
 
 
+def race(folder: str, rounds: int) -> list[tuple[str, list[str], int]]:
+    """Start for one folder at the same time as the other rank, again and again; return how each start went.
+
+    Every second folder has the owner file that a killed run leaves.
+    """
+    import torch.distributed as dist
+
+    from fsdp_trainer.run_lock import lock_folder, unlock_folder
+
+    dist.init_process_group("gloo")
+    answers = []
+    for number in range(rounds):
+        run, said, taken = Path(folder) / f"run-{number}", "", None
+        lines: list[str] = []
+        if number % 2 and dist.get_rank() == 0:
+            run.mkdir()
+            (run / ".lock-owner.json").write_text(json.dumps({"host": "here", "pid": 0, "boot": "an earlier one"}))
+        dist.barrier()
+        try:
+            taken = lock_folder(run, log=lines.append)
+        except FolderInUse as error:
+            said = str(error)
+        dist.barrier()
+        if taken is not None:
+            unlock_folder(taken)
+        answers.append((said, lines, os.getpid()))
+    return answers
+
+
+def test_of_two_starts_at_once_one_runs_and_the_other_names_it(tmp_path: Path) -> None:
+    first, second = run_ranks(race, 2, str(tmp_path), 50)
+    winners = []
+    for number, ((said, lines, pid), (other_said, other_lines, other_pid)) in enumerate(
+        zip(first, second, strict=True)
+    ):
+        assert bool(said) != bool(other_said), f"start {number}: {said!r} {other_said!r}"
+        winner = other_pid if said else pid
+        assert f"process {winner} on " in said + other_said, f"start {number}: the owner is not named"
+        taken_over = ["process 0 on here (boot an earlier one)" in line for line in lines + other_lines]
+        assert taken_over == ([True] if number % 2 else []), f"start {number}"
+        winners.append(winner)
+    print(f"rank 0 won {winners.count(first[0][2])} of {len(winners)}")
+
+
 def hold_and_fork(folder: str, done: str) -> None:
     from fsdp_trainer.run_lock import lock_folder
 
@@ -174,17 +218,30 @@ def test_expected_size_is_the_real_one(kind: str, model_folder: ModelFolder, tmp
 
 
 def test_number_of_saves_to_come() -> None:
-    def count(step: int, total: int, every: int) -> int:
-        return len({s for s in range(step + 1, total + 1) if s % every == 0 or s == total})
+    cases = [(every, background) for every in (1, 2, 3, 7, 20) for background in (False, True)]
+    for (every, background), (due, to_come) in zip(cases, run_ranks(saves_of, 1, cases)[0], strict=True):
+        assert {step for step in range(1, LONGEST) if step % every == 0} <= set(due), "every interval ends with one"
+        for (step, total), found in to_come.items():
+            assert found == len({s for s in range(step + 1, total + 1) if s in due or s == total}), (every, step, total)
+        # Never more than two of them between a step begun and the newest published one, see [Note: one interval].
+        back = 1 if not background or every == 1 else 2
+        assert all(later - first <= every for first, later in zip([0, *due], [0, *due][back:], strict=False))
 
-    cases = [(step, total, every) for total in range(1, 12) for every in (1, 2, 3, 20) for step in range(total + 1)]
-    assert run_ranks(saves_of, 1, cases)[0] == [count(*case) for case in cases]
+
+LONGEST = 42
 
 
-def saves_of(cases: list[tuple[int, int, int]]) -> list[int]:
-    from fsdp_trainer.training_folder import saves_to_come
+def saves_of(cases: list[tuple[int, bool]]) -> list[tuple[list[int], dict[tuple[int, int], int]]]:
+    from fsdp_trainer.saving import is_save_due, saves_to_come
 
-    return [saves_to_come(step=step, total_steps=total, every_steps=every) for step, total, every in cases]
+    answers = []
+    for every, background in cases:
+        rule: dict[str, Any] = {"every_steps": every, "async_save": background}
+        due = [step for step in range(1, LONGEST) if is_save_due(step, **rule)]
+        runs_to_go = [(step, total) for total in range(1, LONGEST) for step in range(total + 1)]
+        to_come = {(step, total): saves_to_come(step=step, total_steps=total, **rule) for step, total in runs_to_go}
+        answers.append((due, to_come))
+    return answers
 
 
 # The best one

@@ -58,7 +58,7 @@ def test_killed_in_a_step(name: str, model_folder: Folder, tmp_path: Path) -> No
     quiet, struck = (tiny(model, tmp_path, folder, **case.sections) for folder in ("quiet", "struck"))
     assert run(quiet, 2) == [0, 0]
 
-    # Steps 6 to 8: the save of step 4 lies behind, that of step 8 ahead, and an epoch ends with step 6.
+    # Steps 6 to 8: the save of step 4 lies behind, that of step 6 perhaps, and an epoch ends with step 6.
     call, share = chance.randint(6, 8), chance.random()
     assert run_killed(struck, 2, Fault(signal.SIGKILL, case.victims, call=call, share=share))
     folder = Path(struck["output_dir"])
@@ -73,8 +73,7 @@ def test_killed_in_a_step(name: str, model_folder: Folder, tmp_path: Path) -> No
         planned, seen = read_seen(Path(quiet["output_dir"]), rank), read_seen(folder, rank)
         assert seen[: begun[rank]] == planned[: begun[rank]]
         assert seen[begun[rank] :] == planned[resumed_at:]
-    assert resumed_at == SAVE_EVERY
-    assert begun[0] > resumed_at, "nothing was lost: the kill came before the step"
+    assert 0 < max(begun) - resumed_at <= SAVE_EVERY, "more than an interval was lost, or nothing to show anything by"
 
 
 def test_killed_again_and_again_at_any_moment(model_folder: Folder, tmp_path: Path) -> None:
@@ -99,11 +98,12 @@ def test_two_ranks_go_on_as_one(model_folder: Folder, tmp_path: Path) -> None:
     assert run_killed(struck, 2, Fault(signal.SIGKILL, (0, 1), call=7, share=0.5))
     folder = Path(struck["output_dir"])
     begun = len(read_seen(folder, 0))
-    assert checkpoints(folder) == ["step-00000004"]
+    resumed_at = int(checkpoints(folder)[-1].removeprefix("step-"))
+    assert begun - SAVE_EVERY <= resumed_at < begun
 
     assert run(struck, 1) == [0]
     rows = [seen[:2] for seen in read_seen(folder, 0)[begun:]]
-    assert rows == [seen[:2] for seen in read_seen(Path(quiet["output_dir"]), 0)[SAVE_EVERY:]]
+    assert rows == [seen[:2] for seen in read_seen(Path(quiet["output_dir"]), 0)[resumed_at:]]
     for row, expected in zip(comparable_metrics(folder), comparable_metrics(Path(quiet["output_dir"])), strict=True):
         assert row == pytest.approx(expected, rel=1e-5)
     weights, quiet_weights = (training_runs.read_weights(Path(s["output_dir"]) / "model") for s in (struck, quiet))

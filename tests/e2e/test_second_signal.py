@@ -36,7 +36,8 @@ def train_struck_twice(settings: dict[str, Any], number: int) -> int:
 @pytest.fixture(scope="module")
 def quiet(model_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The settings of a finished run."""
-    settings = tiny(model_folder("gpt2_dropout"), tmp_path_factory.mktemp("twice"), "quiet")
+    foreground = {"async_save": False}  # so that the second save is the one that the signal asks for
+    settings = tiny(model_folder("gpt2_dropout"), tmp_path_factory.mktemp("twice"), "quiet", checkpoint=foreground)
     assert run(settings, 2) == [0, 0]
     return settings
 

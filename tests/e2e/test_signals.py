@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -72,6 +73,36 @@ def test_a_signal_saves_and_stops(moment: str, quiet: dict[str, Any], tmp_path: 
 def test_a_signal_during_the_export_comes_too_late_to_stop(quiet: dict[str, Any], tmp_path: Path) -> None:
     settings = {**quiet, "output_dir": str(tmp_path / "run")}
     assert run(settings, 2, Fault(signal.SIGTERM, (0, 1), within="training.export_model")) == [0, 0]
+    assert_same_run(quiet, settings)
+
+
+SECONDS_TO_LIVE = 30
+
+
+def train_with_notice(settings: dict[str, Any]) -> int:
+    """Train as on a machine that is taken away: SIGTERM in the fifth step, and the end by the system 30 s later."""
+    from fsdp_trainer import training
+
+    take_step, calls = training.train_step, itertools.count(1)
+
+    def struck(*args: Any, **options: Any) -> Any:
+        if next(calls) == 5:
+            signal.alarm(SECONDS_TO_LIVE)  # nobody handles SIGALRM: the process ends as by a SIGKILL
+            os.kill(os.getpid(), signal.SIGTERM)
+        return take_step(*args, **options)
+
+    training.train_step = struck
+    return train(settings)
+
+
+def test_thirty_seconds_are_enough_to_save(quiet: dict[str, Any], tmp_path: Path) -> None:
+    """A machine that is taken away after a notice: the save in flight ends, the state is saved, no step is lost."""
+    output = tmp_path / "run"
+    settings = {**quiet, "output_dir": str(output)}
+    assert run_ranks(train_with_notice, 2, settings) == [75, 75]
+    assert checkpoints(output)[-1] == "step-00000005"
+    assert [len(read_seen(output, rank)) for rank in (0, 1)] == [5, 5]
+    assert run(settings, 2) == [0, 0]
     assert_same_run(quiet, settings)
 
 
