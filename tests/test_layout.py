@@ -54,6 +54,8 @@ PARTS = {
     "loading": "techniques",
     "pieces": "techniques",
     "weight_files": "techniques",
+    "decoder_probe": "techniques",
+    "bin_archive": "techniques",
     "conversions": "techniques",
     "sharding": "techniques",
     "gloo_reduce_scatter": "techniques",

@@ -19,16 +19,19 @@ REFUSED: dict[str, tuple[type[Exception], str]] = {
     "stablelm": (ConfigError, "attention"),
     "falcon": (ConfigError, "attention"),
     "gpt_oss": (ConfigError, "attention"),
+    # A mask of its own that knows no documents, and one that it cannot do without.
+    "doge": (ConfigError, "mask of its own"),
+    "deepseek_v32": (ConfigError, "without a mask"),
 }
 
 
-def settings_for(model: str, tmp_path: Path, attention: str = "auto") -> dict[str, Any]:
+def settings_for(model: str, tmp_path: Path, attention: str = "auto", *, packing: bool = True) -> dict[str, Any]:
     return training_runs.settings(
         model,
         "unused.jsonl",
         tmp_path,
         model={"path": model, "attention": attention},
-        data={"packing": True},
+        data={"packing": packing},
         optim={"max_grad_norm": None},
         activation_checkpointing={"mode": "full"},
         batch={"global_batch_size": 4, "micro_batch_size": 1},
@@ -98,3 +101,19 @@ def test_refused(name: str, tmp_path: Path) -> None:
     error, words = REFUSED[name]
     with pytest.raises(error, match=words):
         run_ranks(step_runs.one_step, 2, settings_for(model, tmp_path), [[document] for document in docs])
+
+
+@pytest.mark.parametrize("name", architectures.HYBRIDS)
+def test_documents_do_not_leak_through_what_is_no_attention(name: str, tmp_path: Path) -> None:
+    """Packed rows are refused before a weight is loaded; rows of one document each have the gradients they should."""
+    model = run_ranks(architectures.save_architecture, 1, name, str(tmp_path / "model"))[0]
+    _, docs = models.make_records(4, seed=13, longest=20)
+    rows = [[document] for document in docs]
+    with pytest.raises(ConfigError, match="carry one document") as caught:
+        run_ranks(step_runs.one_step, 2, settings_for(model, tmp_path), rows)
+    assert "layer 0" in caught.value.values and caught.value.fix == "set data.packing: false"
+    got = run_ranks(step_runs.one_step, 2, settings_for(model, tmp_path, packing=False), rows)[0]
+    loss, gradients = run_ranks(reference.gradient_snapshot, 1, model, docs)[0]
+    assert got["loss"] == pytest.approx(loss, rel=1e-5)
+    errors = reference.relative_errors(got["gradients"], gradients)
+    assert max(errors.values()) < 1e-4, sorted(errors.items(), key=lambda item: -item[1])[:5]
