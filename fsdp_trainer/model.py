@@ -20,6 +20,7 @@ from transformers.initialization import no_init_weights
 
 from fsdp_trainer.attention import choose_attention
 from fsdp_trainer.errors import ConfigError
+from fsdp_trainer.gguf_model import local_model
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,12 @@ def load_hf_config(path: str, *, revision: str | None = None, trust_remote_code:
             values=f"model.path: {path}, model.revision: {revision}",
             fix="leave model.revision out, or give the hub id",
         )
+    path = local_model(path)
     try:
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     # The last: a config that contradicts itself is refused by huggingface_hub's own dataclass checks.
     except (OSError, ValueError, StrictDataclassError) as error:
-        fix = "set model.path to a folder with config.json and safetensors, or to a hub id that can be reached"
+        fix = "set model.path to a folder with config.json and safetensors, to a .gguf file, or to a hub id in reach"
         if "custom code" in str(error):
             fix = "read that code, then set model.trust_remote_code: true and, on the hub, model.revision to a commit"
         raise ConfigError(

@@ -18,6 +18,7 @@ from fsdp_trainer.data.prepare import prepare_rows
 from fsdp_trainer.data.report import DataReport
 from fsdp_trainer.data.rows import Rows
 from fsdp_trainer.errors import ConfigError
+from fsdp_trainer.gguf_model import local_model
 from fsdp_trainer.model import check_longest_document, load_hf_config
 from fsdp_trainer.progress import show_progress
 
@@ -88,7 +89,7 @@ def load_training_data(config: Config, *, is_writer: bool, show: bool) -> Traini
 
 def load_tokenizer(model: ModelConfig) -> Any:
     """Load the model's tokenizer, or the one that `model.tokenizer` names."""
-    path = model.tokenizer or model.path
+    path = local_model(model.tokenizer or model.path)
     revision = {"revision": model.revision} if model.revision else {}
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code, **revision)
@@ -103,7 +104,7 @@ def load_tokenizer(model: ModelConfig) -> Any:
 def load_generation_config(model: ModelConfig) -> GenerationConfig | None:
     """Load the model's generation config; None where it has none."""
     try:
-        return GenerationConfig.from_pretrained(model.path, revision=model.revision or "main")
+        return GenerationConfig.from_pretrained(local_model(model.path), revision=model.revision or "main")
     except OSError:  # many models have none
         return None
 

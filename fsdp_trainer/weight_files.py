@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from fsdp_trainer.bin_archive import check_archive, check_storages
 from fsdp_trainer.errors import CheckpointError
+from fsdp_trainer.gguf_model import local_model
 
 # In the order in which Transformers looks for them (modeling_utils.py, `_get_resolved_checkpoint_files`).
 SAFETENSORS, BIN = "model.safetensors", "pytorch_model.bin"
@@ -56,13 +57,13 @@ class StoredTensor:
 
 
 def find_folder(path: str, *, revision: str | None = None) -> Path:
-    """Return the model folder that `path` names: itself, or where the hub's cache holds that repository's weights.
+    """Return the model folder that `path` names: itself, what its GGUF file was converted to, or where the hub's cache holds that repository's weights.
 
     What the cache lacks is downloaded, safetensors where the repository has them; ranks of a node share the cache and
     wait for each other's files. CheckpointError when there is neither such a folder nor such a repository in reach.
     """
-    if Path(path).is_dir():
-        return Path(path)
+    if Path(path).exists():
+        return Path(local_model(path))
     try:
         for name in (SAFETENSORS, BIN):
             patterns = [name, name + INDEX, f"*{Path(name).suffix}"]

@@ -54,6 +54,7 @@ PARTS = {
     "loading": "techniques",
     "pieces": "techniques",
     "weight_files": "techniques",
+    "gguf_model": "techniques",
     "decoder_probe": "techniques",
     "bin_archive": "techniques",
     "conversions": "techniques",
@@ -105,6 +106,7 @@ WITHOUT_TORCH = (
     "cli",
     "launch",
     "demo",
+    "gguf_model",
     "",
     "__main__",
 )
