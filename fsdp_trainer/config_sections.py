@@ -97,7 +97,8 @@ class ModelConfig(Section):
     trust_remote_code: bool = Field(
         default=False,
         description="Run Python code that comes with the model repository. Off by default because that code can do "
-        "anything your user can.",
+        "anything your user can. From the hub it is run only at a model.revision that is a commit; its digest is "
+        "kept in the checkpoints and compared on resuming, and the exported folder has a copy of it.",
     )
     attention: Literal["auto", "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"] = Field(
         default="auto",

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_trainer.agreement import is_main, run_on_main
 from fsdp_trainer.conversions import ExportGroup, architecture_of, plan_export, to_checkpoint
+from fsdp_trainer.custom_code import local_auto_map, write_custom_code
 from fsdp_trainer.errors import CheckpointError
 from fsdp_trainer.model import named_weights
 from fsdp_trainer.model_card import CARD
@@ -215,6 +216,13 @@ def exported_config(hf_config: Any, model: nn.Module, dtype: torch.dtype) -> Any
     config = copy.deepcopy(hf_config)
     config.dtype = dtype
     config.architectures = [architecture_of(model).__name__]
+    if getattr(config, "auto_map", None):
+        # A class of Transformers itself needs no code beside it, and none is there.
+        own = architecture_of(model).__module__.startswith("transformers.")
+        if own:
+            del config.auto_map
+        else:
+            config.auto_map = local_auto_map(config.auto_map)
     tied = _is_tied(model)
     # The tie is what the tensors say: a head that came apart is written, and a flag left on would drop it on loading.
     if tied is not None and tied != getattr(config, "tie_word_embeddings", False):
@@ -273,6 +281,7 @@ def write_index(part: Path, plan: Plan) -> None:
 def write_sides(part: Path, config: Any, generation_config: Any, tokenizer: Any, card: str | None) -> None:
     """Write what a model folder holds besides weights: config, generation config, tokenizer and template, card."""
     config.save_pretrained(part)
+    write_custom_code(config, part)
     if generation_config is not None:
         # Not save_pretrained, which refuses combinations that some published models ship with.
         generation_config.to_json_file(part / "generation_config.json")

@@ -19,6 +19,7 @@ from fsdp_trainer.checkpoint_search import find_checkpoint, refuse_damage
 from fsdp_trainer.checkpoint_table import TableReader
 from fsdp_trainer.config import Config
 from fsdp_trainer.conversions import plan_export
+from fsdp_trainer.custom_code import digest_of_code, read_custom_code
 from fsdp_trainer.data.chat import read_chat_template
 from fsdp_trainer.errors import CheckpointError, ConfigError, FsdpTrainerError
 from fsdp_trainer.export import (
@@ -44,6 +45,7 @@ from fsdp_trainer.model import build_meta_model, load_hf_config
 from fsdp_trainer.model_card import format_model_card
 from fsdp_trainer.pieces import Piece
 from fsdp_trainer.progress import log_line
+from fsdp_trainer.resume_rules import CODE
 from fsdp_trainer.run_folder import SETTINGS
 from fsdp_trainer.training_data import load_generation_config, load_tokenizer
 from fsdp_trainer.weight_files import find_folder
@@ -69,12 +71,13 @@ def export_checkpoint(
         dtype=torch.float32,
         trust_remote_code=config.model.trust_remote_code,
     )
+    state = read_state(checkpoint)
+    _check_code(hf_config, config, state["facts"])
     read = _tensor_reader(checkpoint, model)
     weights = exported_weights(model)
     dtypes = exported_dtypes(model, weights, DTYPES[dtype])
     rounding = _Rounding(config, model, dtypes)
     plan = plan_files(plan_export(model, weights, dtypes), max_bytes=max_file_bytes)
-    state = read_state(checkpoint)
     progress = Progress(**state["progress"])
     card = format_model_card(config, progress=progress, versions=state["facts"].get("versions", {}), dtype=dtype)
     tokenizer = load_tokenizer(config.model)
@@ -99,6 +102,17 @@ def export_checkpoint(
     size = total_bytes(plan)
     log_line(f"model: {out} ({size / 2**30:.2f} GiB, {dtype}), step {progress.step} of {checkpoint}")
     return ExportedModel(out, DTYPES[dtype], tuple(plan), size)
+
+
+def _check_code(hf_config: Any, config: Config, facts: Mapping[str, Any]) -> None:
+    """Refuse to give the trained weights code that did not train them."""
+    now = digest_of_code(read_custom_code(hf_config)) if config.model.trust_remote_code else None
+    if (saved := facts.get(CODE, now)) != now:
+        raise CheckpointError(
+            "The code that comes with the model is not the code that trained it.",
+            values=f"{config.model.path}: digest {now} now, {saved} when the checkpoint was saved",
+            fix="put back the .py files that were there when the run was started",
+        )
 
 
 def _find(source: Path) -> tuple[Path, Config]:

@@ -10,6 +10,7 @@ from rich.text import Text
 from transformers import AutoTokenizer, GenerationConfig
 
 from fsdp_trainer.config import Config, ModelConfig
+from fsdp_trainer.custom_code import digest_of_code, read_custom_code
 from fsdp_trainer.data.cache import evaluation_source
 from fsdp_trainer.data.chat import read_chat_template
 from fsdp_trainer.data.describe import format_sample
@@ -25,7 +26,10 @@ from fsdp_trainer.progress import show_progress
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Rows to train and evaluate on. `digest` identifies the training rows: a resume on other rows is another run."""
+    """Rows to train and evaluate on. `digest` identifies the training rows: a resume on other rows is another run.
+
+    `code` identifies the model's own Python code, None where it has none or none is run.
+    """
 
     train: Rows
     evaluation: Rows | None
@@ -35,6 +39,7 @@ class TrainingData:
     pad_token_id: int
     steps_per_epoch: int
     digest: str
+    code: str | None
 
     def describe(self, *, samples: int, colour: bool) -> Iterator[str | Text]:
         """Yield the log's lines: counts of each data set, then the first rows decoded with their mask."""
@@ -84,6 +89,7 @@ def load_training_data(config: Config, *, is_writer: bool, show: bool) -> Traini
         pad_token_id=_pad_token_id(tokenizer),
         steps_per_epoch=steps_per_epoch(train.n_rows, global_batch_size=config.batch.global_batch_size),
         digest=_digest(train),
+        code=digest_of_code(read_custom_code(hf_config)) if config.model.trust_remote_code else None,
     )
 
 

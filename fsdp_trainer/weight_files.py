@@ -57,7 +57,7 @@ class StoredTensor:
 
 
 def find_folder(path: str, *, revision: str | None = None) -> Path:
-    """Return the model folder that `path` names: itself, what its GGUF file was converted to, or where the hub's cache holds that repository's weights.
+    """Return the model folder that `path` names: itself, what its GGUF file became, or that of the hub's cache.
 
     What the cache lacks is downloaded, safetensors where the repository has them; ranks of a node share the cache and
     wait for each other's files. CheckpointError when there is neither such a folder nor such a repository in reach.

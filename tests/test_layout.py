@@ -55,6 +55,7 @@ PARTS = {
     "pieces": "techniques",
     "weight_files": "techniques",
     "gguf_model": "techniques",
+    "custom_code": "techniques",
     "decoder_probe": "techniques",
     "bin_archive": "techniques",
     "conversions": "techniques",
