@@ -61,7 +61,7 @@ def main() -> None:
         print("|---|---|---|---|---|---|")
         for name, model in (("135M", small), ("0.5B", f"{scratch}/0.5B")):
             run = make_checkpoint(model, small, Path(scratch) / f"run-{name}")
-            for limit in (5 * 10**9, 3 * 10**8):
+            for limit in (5 * 10**9, 10**8):
                 command = [
                     sys.executable,
                     "-m",

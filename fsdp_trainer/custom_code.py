@@ -12,10 +12,10 @@ from typing import Any
 
 import xxhash
 from filelock import FileLock
-from huggingface_hub import snapshot_download
 from transformers import PreTrainedConfig, dynamic_module_utils
 
 from fsdp_trainer.errors import ConfigError
+from fsdp_trainer.weight_files import download
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 MAX_CODE_BYTES = 2**24
@@ -80,9 +80,7 @@ def read_custom_code(hf_config: Any) -> dict[str, bytes]:
     if not _references(getattr(hf_config, "auto_map", None)):
         return {}
     path, commit = hf_config._name_or_path, getattr(hf_config, "_commit_hash", None)
-    folder = (
-        Path(path) if Path(path).is_dir() else Path(snapshot_download(path, revision=commit, allow_patterns="*.py"))
-    )
+    folder = Path(path) if Path(path).is_dir() else download(path, revision=commit, patterns=["*.py"])
     files = sorted(file for file in folder.rglob("*.py") if file.is_file())
     # The hub's cache holds links into its blobs, and nothing that the repository could point elsewhere.
     stray = [] if commit else [file for file in files if not file.resolve().is_relative_to(folder.resolve())]

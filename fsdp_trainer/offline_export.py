@@ -48,7 +48,7 @@ from fsdp_trainer.progress import log_line
 from fsdp_trainer.resume_rules import CODE
 from fsdp_trainer.run_folder import SETTINGS
 from fsdp_trainer.training_data import load_generation_config, load_tokenizer
-from fsdp_trainer.weight_files import find_folder
+from fsdp_trainer.weight_files import BLOCK_BYTES, find_folder
 
 
 def export_checkpoint(
@@ -195,13 +195,19 @@ class _Rounding:
     def cast(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor in the dtype it is written in."""
         result = tensor.to(self._dtypes[name])
-        if name in self._source and tensor.dim():
-            source = torch.empty_like(tensor)
-            self._source[name].copy_into(source, tuple((0, size) for size in tensor.shape))
-            changed = source != tensor
-            self._changed += int(changed.sum())
-            self._kept += int((changed & (result != source.to(result.dtype))).sum())
+        if name in self._source and tensor.dim() and tensor.numel():
+            rows = max(1, BLOCK_BYTES // tensor[0].nbytes)  # a table of tokens whole again would be the largest tensor
+            for start in range(0, tensor.shape[0], rows):
+                self._compare(name, tensor, result, (start, min(start + rows, tensor.shape[0])))
         return result
+
+    def _compare(self, name: str, tensor: torch.Tensor, result: torch.Tensor, limits: tuple[int, int]) -> None:
+        part, written = (whole[slice(*limits)] for whole in (tensor, result))
+        source = torch.empty_like(part)
+        self._source[name].copy_into(source, (limits, *((0, size) for size in part.shape[1:])))
+        changed = source != part
+        self._changed += int(changed.sum())
+        self._kept += int((changed & (written != source.to(written.dtype))).sum())
 
     def describe(self, dtype: str) -> list[str]:
         """Return the log line about rounding; none where nothing was compared or changed."""

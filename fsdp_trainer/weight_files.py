@@ -5,13 +5,13 @@ A tensor is known by its header; its values are read a block at a time, straight
 
 import json
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, snapshot_download
 from safetensors import SafetensorError, safe_open
 
 from fsdp_trainer.bin_archive import check_archive, check_storages
@@ -67,7 +67,7 @@ def find_folder(path: str, *, revision: str | None = None) -> Path:
     try:
         for name in (SAFETENSORS, BIN):
             patterns = [name, name + INDEX, f"*{Path(name).suffix}"]
-            folder = Path(snapshot_download(path, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]))
+            folder = download(path, revision=revision, patterns=patterns)
             if any((folder / file).exists() for file in patterns[:2]):
                 return folder
     except (OSError, ValueError) as error:  # the hub's own errors are both
@@ -77,6 +77,20 @@ def find_folder(path: str, *, revision: str | None = None) -> Path:
             fix="set model.path to a folder with safetensors, or to a hub id that is in reach or was downloaded before",
         ) from error
     return folder
+
+
+def download(path: str, *, revision: str | None, patterns: Sequence[str]) -> Path:
+    """Return the hub's cached snapshot of a repository with the files of its top folder that `patterns` name."""
+    return Path(
+        snapshot_download(
+            path,
+            revision=revision,
+            allow_patterns=list(patterns),
+            ignore_patterns=["*/*"],
+            # Said aloud: huggingface_hub 1.33 asks the server for the list of files of a commit even when offline.
+            local_files_only=constants.HF_HUB_OFFLINE,
+        )
+    )
 
 
 def open_weights(folder: Path) -> dict[str, StoredTensor]:

@@ -1,4 +1,4 @@
-"""Code that comes with a model: run only if asked for and pinned, exported with it, compared on resuming (report 44)."""
+"""Code that comes with a model: run if asked for and pinned, exported with it, compared on resuming (report 44)."""
 
 from __future__ import annotations
 
