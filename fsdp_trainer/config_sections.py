@@ -70,8 +70,9 @@ class ModelConfig(Section):
 
     path: Text = Field(
         default="Qwen/Qwen2.5-7B",
-        description="A Hugging Face causal LM: a local folder or a hub id. The default is a common size for one to "
-        "eight 80 GB GPUs.",
+        description="A Hugging Face causal LM: a local folder, a hub id, or a .gguf file, which is unpacked once into "
+        "$FSDP_TRAINER_CACHE (default ~/.cache/fsdp_trainer). The default is a common size for one to eight 80 GB "
+        "GPUs.",
     )
     revision: str | None = Field(
         default=None,

@@ -67,13 +67,15 @@ def _attention_calls(model: nn.Module, parts: ModelParts) -> dict[int, int]:
             layer.register_forward_pre_hook(lambda *_, i=index: before.update({i: documents.calls})),
             layer.register_forward_hook(lambda *_, i=index: after.update({i: documents.calls - before[i]})),
         ]
+    # On fakes the product of stacked experts takes bf16 alone, and logs what it is refused (torch 2.14,
+    # meta_registrations.py); what a recurrence keeps in fp32 by itself takes fp32 alone.
+    stacked = any(parameter.dim() == 3 for parameter in parts.decoder.parameters())
+    first, second = (torch.bfloat16, torch.float32) if stacked else (torch.float32, torch.bfloat16)
     try:
         try:
-            _run_on_fakes(parts.decoder, documents, torch.float32)
-        except (
-            RuntimeError
-        ):  # on fakes the experts' grouped product takes bf16 alone (torch 2.14, meta_registrations.py)
-            _run_on_fakes(parts.decoder, documents, torch.bfloat16)
+            _run_on_fakes(parts.decoder, documents, first)
+        except RuntimeError:
+            _run_on_fakes(parts.decoder, documents, second)
     except _UNKNOWN_ON_FAKES:
         return {}
     except (RuntimeError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:

@@ -107,7 +107,9 @@ def build_meta_model(hf_config: Any, *, attention: str, dtype: torch.dtype, trus
             raise ConfigError(
                 "This model cannot be built as a causal language model with the attention asked for.",
                 values=f"model_type {hf_config.model_type}, attention {attention}: {str(error).splitlines()[0]}",
-                fix="set model.attention: eager, or name a causal language model",
+                fix="use another architecture, or report this one"
+                if attention == "eager"
+                else "set model.attention: eager, or name a causal language model",
             ) from error
     model.tie_weights()
     return model.train()

@@ -185,6 +185,7 @@ def headers() -> dict[str, Case]:
         "gap": _header(_tensors(data_offsets=[52, 72]), data=72),
         "reversed": _header(_tensors(data_offsets=[68, 48])),
         "beyond_the_file": _header(_tensors(data_offsets=[48, 68]), data=60),
+        "c01_truncated": _header({"a": {"dtype": "F32", "shape": [16], "data_offsets": [0, 64]}}, data=20),
         "more_than_said": _header(_tensors(), data=100),
         "offsets_as_text": _header(_tensors(data_offsets=["48", "68"])),
         "three_offsets": _header(_tensors(data_offsets=[48, 60, 68])),
