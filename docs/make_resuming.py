@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from fsdp_trainer.resume_rules import ROWS, RULES, VERSIONS, Rule
+from fsdp_trainer.resume_rules import CODE, ROWS, RULES, VERSIONS, Rule
 
 PAGE = Path(__file__).with_name("resuming.md")
 
@@ -21,7 +21,8 @@ The same command on the same `output_dir` goes on from the newest complete check
 bit by bit, on any other number with the same rows in the same steps and losses equal up to rounding (a model with
 dropout draws other masks there). What the checkpoint was saved with is compared with the settings of the run that goes
 on, one by one. `{ROWS}` is the digest of the prepared training rows (a changed data file changes it, a moved one does
-not), `{VERSIONS}` the releases of torch, Transformers and Accelerate.
+not), `{VERSIONS}` the releases of torch, Transformers and Accelerate, `{CODE}` the digest of the Python code that came
+with the model, where `model.trust_remote_code` lets it run.
 
 A refused change is let through by name: `fsdp-trainer train --resume-anyway=optim.lr,data.rows`, or
 `checkpoint.resume_anyway: [optim.lr, data.rows]` in the settings file; the log says so. What cannot fit (other

@@ -29,12 +29,12 @@ class Documents:
 
     def __init__(self, ids: torch.Tensor | None, lengths: Sequence[Sequence[int]] | None = None) -> None:
         self.ids, self.lengths = ids, lengths
-        self.reached_attention = False
+        self.calls = 0  # of this trainer's attention
         self._masks: dict[int | None, torch.Tensor | None] = {}
 
     def allowed(self, *, length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
         """Return a bool mask [batch or 1, 1, length, length], True where a query may look, or None for plain causal."""
-        self.reached_attention = True
+        self.calls += 1
         window = None if window is None or window >= length else window
         if self.ids is None and window is None:
             return None
@@ -70,6 +70,16 @@ def _allowed(module: nn.Module, query: torch.Tensor, kwargs: dict[str, Any]) -> 
     return documents.allowed(length=query.shape[2], window=window, device=query.device)
 
 
+def _refuse_mask(module: nn.Module, attention_mask: torch.Tensor | None) -> None:
+    """Refuse a mask that an architecture makes by itself (Doge): it knows nothing of documents, ours nothing of it."""
+    if attention_mask is not None:
+        raise ConfigError(
+            f"{type(module).__name__} makes an attention mask of its own, which this trainer does not know.",
+            values=f"a mask of shape {list(attention_mask.shape)}",
+            fix="use another architecture, or report this one",
+        )
+
+
 def document_sdpa(
     module: nn.Module,
     query: torch.Tensor,
@@ -79,14 +89,14 @@ def document_sdpa(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Run torch's scaled dot product attention inside documents; shapes as Transformers' attention functions."""
+    _refuse_mask(module, attention_mask)
     documents = kwargs.get("documents")
     window = kwargs.get("sliding_window")
     if documents is not None and (lengths := documents.one_by_one(window=window, device=query.device)) is not None:
-        documents.reached_attention = True
+        documents.calls += 1
         del kwargs["documents"]
         return _attend_one_by_one(module, query, key, value, lengths, kwargs), None
-    mask = _allowed(module, query, kwargs) if attention_mask is None else attention_mask
-    return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+    return sdpa_attention_forward(module, query, key, value, _allowed(module, query, kwargs), **kwargs)
 
 
 def _attend_one_by_one(
@@ -116,15 +126,15 @@ def document_eager(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run the architecture's own eager attention (soft-capping, sinks) inside documents, with an additive mask."""
-    if attention_mask is None:
-        allowed = _allowed(module, query, kwargs)
-        if allowed is None:  # eager attention knows no causal flag
-            length = query.shape[2]
-            allowed = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()[None, None]
-        lowest = torch.finfo(query.dtype).min
-        attention_mask = torch.zeros_like(allowed, dtype=query.dtype).masked_fill_(~allowed, lowest)
+    _refuse_mask(module, attention_mask)
+    allowed = _allowed(module, query, kwargs)
+    if allowed is None:  # eager attention knows no causal flag
+        length = query.shape[2]
+        allowed = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()[None, None]
+    lowest = torch.finfo(query.dtype).min
+    mask = torch.zeros_like(allowed, dtype=query.dtype).masked_fill_(~allowed, lowest)
     eager = sys.modules[type(module).__module__].eager_attention_forward
-    return eager(module, query, key, value, attention_mask, **kwargs)
+    return eager(module, query, key, value, mask, **kwargs)
 
 
 AttentionInterface.register(SDPA, document_sdpa)

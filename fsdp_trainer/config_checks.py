@@ -295,11 +295,13 @@ def check_model_path(path: str) -> None:
     """Refuse a `model.path` that can only mean a folder and is none, without asking the hub for it."""
     folder = Path(path)
     if folder.is_dir():
-        if (folder / "config.json").is_file():
+        if (folder / "config.json").is_file() or any(folder.glob("*.gguf")):
             return
         names = sorted(entry.name for entry in folder.iterdir())
         what = "The model folder has no config.json."
         values = f"model.path: {path} holds {', '.join(names[:6]) + (', ...' if names[6:] else '') or 'nothing'}"
+    elif folder.suffix == ".gguf" and folder.is_file():
+        return
     elif folder.exists():
         what, values = "model.path is a file.", f"model.path: {path}"
     elif path.startswith(("/", ".", "~")) or path.count("/") > 1:
@@ -307,7 +309,9 @@ def check_model_path(path: str) -> None:
         what, values = "The model folder does not exist.", f"model.path: {path}{looked}"
     else:
         return
-    fix = "give a Hugging Face folder with config.json and safetensors, or a hub id such as Qwen/Qwen2.5-7B"
+    fix = (
+        "give a Hugging Face folder with config.json and safetensors, a .gguf file, or a hub id such as Qwen/Qwen2.5-7B"
+    )
     if path.startswith("~"):
         fix = "write the path out: only a shell reads ~ as the home folder"
     raise ConfigError(what, values=values, fix=fix)

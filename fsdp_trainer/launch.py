@@ -56,7 +56,7 @@ def plan_processes(config: Config, *, profile: Path | None, processes: int | Non
     """Decide how many processes a run gets and check settings and profile against that number, before anything starts.
 
     Without a number it is what the profile says, else one per visible GPU, else 1. Raises ConfigError for more than the
-    machine has GPUs or, on CPU, cores.
+    machine has GPUs or, on CPU, four times its cores.
     """
     content = read_profile(profile) if profile is not None else None
     if content is not None:
@@ -84,21 +84,26 @@ def plan_processes(config: Config, *, profile: Path | None, processes: int | Non
 
 
 def _check_machine(processes: int, *, given: str, gpus: int) -> None:
-    """Refuse more processes than this machine has GPUs or, without any, cores."""
+    """Refuse more processes than this machine has GPUs or, without any, far more than cores."""
     if gpus and processes > gpus:
         raise ConfigError(
             "there are more processes than GPUs",
             values=f"{given}, {format_number(gpus, 'GPU')} visible (CUDA_VISIBLE_DEVICES counts)",
             fix=f"ask for {gpus} or fewer, or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on CPU",
         )
+    if gpus:
+        return
     cores = count_cores()
-    # Two are let through anywhere: it is the smallest run that shards, and what the demo takes.
-    if not gpus and processes > max(2, cores):
+    # A few more are let through: another number of ranks, or copies of shards, are tried on a small machine.
+    most = max(8, 4 * cores)
+    if processes > most:
         raise ConfigError(
-            "there are more processes than CPU cores, so they would only wait for each other",
+            "there are far more processes than CPU cores, so they would only wait for each other",
             values=f"{given}, {format_number(cores, 'core')} and no GPU",
-            fix=f"ask for {max(2, cores)} or fewer",
+            fix=f"ask for {cores} (at most {most})",
         )
+    if processes > max(2, cores):  # two are the smallest run that shards
+        log_error(f"warning: {given}, on {format_number(cores, 'core')}: they will wait for each other")
 
 
 def count_cores() -> int:

@@ -20,6 +20,7 @@ from transformers.core_model_loading import WeightConverter, dot_natural_key, re
 
 from fsdp_trainer.agreement import run_on_all
 from fsdp_trainer.conversions import loading_conversions
+from fsdp_trainer.custom_code import building_arguments
 from fsdp_trainer.errors import CheckpointError
 from fsdp_trainer.model import named_weights
 from fsdp_trainer.pieces import Cut, Joined, Piece, Stacked, Transposed
@@ -55,7 +56,8 @@ def initialize_randomly(model: Any, hf_config: Any, *, seed: int, trust_remote_c
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        whole = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        arguments = building_arguments(hf_config, trust_remote_code=trust_remote_code)
+        whole = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, **arguments)
     source = dict(whole.named_parameters())
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -212,7 +212,7 @@ def attach_loss(
             kwargs["output_router_logits"] = balances
         # No cache while training: inside a checkpointed layer it would be appended to twice.
         outputs = decoder(*args, use_cache=False, documents=documents, **kwargs)
-        if not documents.reached_attention:
+        if document_ids is not None and not documents.calls:
             raise ConfigError(
                 f"{type(model).__name__} hands no keyword arguments on to its attention, so documents packed into one "
                 "row could see each other.",
@@ -241,7 +241,9 @@ def find_logit_transform(model: nn.Module, *, decoder: nn.Module, head: nn.Modul
     if getattr(hf_config, "logit_scale", None):  # Cohere multiplies
         multiplier = hf_config.logit_scale
     transform = LogitTransform(multiplier, getattr(hf_config, "final_logit_softcapping", None))
-    probe = torch.linspace(-40.0, 40.0, 8 * hf_config.vocab_size)[:: hf_config.vocab_size].reshape(1, 8, 1)
+    vocab_size = hf_config.get_text_config().vocab_size
+    probe = torch.linspace(-40.0, 40.0, 8 * vocab_size)[::vocab_size].reshape(1, 8, 1)
+    _check_head(model, head)
     try:
         found = _run_with_stand_ins(model, decoder=decoder, head=head, hidden=probe)
     except (RuntimeError, TypeError, AttributeError) as error:  # the model does more than decoder and head (BERT)
@@ -260,6 +262,16 @@ def find_logit_transform(model: nn.Module, *, decoder: nn.Module, head: nn.Modul
             fix="use another architecture, or report this one",
         )
     return transform
+
+
+def _check_head(model: nn.Module, head: nn.Module) -> None:
+    """Refuse a head that is more than one linear map, whose forward the loss takes the place of (Dory scales there)."""
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        raise ConfigError(
+            f"{type(model).__name__} makes its logits in a way this trainer does not know.",
+            values=f"its output head is {type(head).__name__}, not a linear layer",
+            fix="use another architecture, or report this one",
+        )
 
 
 class _DecoderOutput(BaseModelOutputWithPast):

@@ -22,7 +22,9 @@ from transformers.initialization import no_init_weights
 
 from fsdp_trainer.attention import choose_attention
 from fsdp_trainer.config_checks import check_model_path
+from fsdp_trainer.custom_code import building_arguments, check_custom_code, one_at_a_time
 from fsdp_trainer.errors import ConfigError
+from fsdp_trainer.gguf_model import local_model
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,18 @@ def load_hf_config(path: str, *, revision: str | None = None, trust_remote_code:
             fix="leave model.revision out, or give the hub id",
         )
     check_model_path(path)
+    path = local_model(path)
+    if trust_remote_code:
+        check_custom_code(path, revision=revision)
     try:
-        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        with one_at_a_time(trust_remote_code=trust_remote_code):
+            config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     # The last: a config that contradicts itself is refused by huggingface_hub's own dataclass checks.
     except (OSError, ValueError, StrictDataclassError) as error:
         raise _explain_config(path, error) from error
+    if trust_remote_code and revision is not None:
+        config._commit_hash = revision  # where the code is read from later; never written (configuration_utils.py)
+    return config
 
 
 def _explain_config(path: str, error: Exception) -> ConfigError:
@@ -103,10 +112,14 @@ def build_meta_model(hf_config: Any, *, attention: str, dtype: torch.dtype, trus
     `hf_config` is changed by Transformers (dtype, attention); hand in a copy if it is needed unchanged.
     """
     implementation = choose_attention(attention, hf_config)
-    with init_empty_weights(include_buffers=False), no_init_weights():
+    one = one_at_a_time(trust_remote_code=trust_remote_code)
+    with one, init_empty_weights(include_buffers=False), no_init_weights():
         try:
             model = AutoModelForCausalLM.from_config(
-                hf_config, attn_implementation=implementation, dtype=dtype, trust_remote_code=trust_remote_code
+                hf_config,
+                attn_implementation=implementation,
+                dtype=dtype,
+                **building_arguments(hf_config, trust_remote_code=trust_remote_code),
             )
         # KeyError: an architecture with its own table of attentions (Falcon); RuntimeError: sizes that cannot be.
         except (ValueError, KeyError, RuntimeError, ZeroDivisionError) as error:

@@ -19,6 +19,7 @@ from fsdp_trainer.checkpoint_search import find_checkpoint, refuse_damage
 from fsdp_trainer.checkpoint_table import TableReader
 from fsdp_trainer.config import Config
 from fsdp_trainer.conversions import plan_export
+from fsdp_trainer.custom_code import digest_of_code, read_custom_code
 from fsdp_trainer.data.chat import read_chat_template
 from fsdp_trainer.errors import CheckpointError, ConfigError, FsdpTrainerError
 from fsdp_trainer.export import (
@@ -45,9 +46,10 @@ from fsdp_trainer.model import build_meta_model, load_hf_config
 from fsdp_trainer.model_card import format_model_card
 from fsdp_trainer.pieces import Piece
 from fsdp_trainer.progress import log_line
+from fsdp_trainer.resume_rules import CODE
 from fsdp_trainer.run_folder import SETTINGS
 from fsdp_trainer.training_data import load_generation_config, load_tokenizer
-from fsdp_trainer.weight_files import find_folder
+from fsdp_trainer.weight_files import BLOCK_BYTES, find_folder
 
 
 def export_checkpoint(
@@ -70,12 +72,13 @@ def export_checkpoint(
         dtype=torch.float32,
         trust_remote_code=config.model.trust_remote_code,
     )
+    state = read_state(checkpoint)
+    _check_code(hf_config, config, state["facts"])
     read = _tensor_reader(checkpoint, model)
     weights = exported_weights(model)
     dtypes = exported_dtypes(model, weights, DTYPES[dtype])
     rounding = _Rounding(config, model, dtypes)
     plan = plan_files(plan_export(model, weights, dtypes), max_bytes=max_file_bytes)
-    state = read_state(checkpoint)
     progress = Progress(**state["progress"])
     card = format_model_card(config, progress=progress, versions=state["facts"].get("versions", {}), dtype=dtype)
     tokenizer = load_tokenizer(config.model)
@@ -101,6 +104,17 @@ def export_checkpoint(
     size = total_bytes(plan)
     log_line(f"model: {out} ({size / 2**30:.2f} GiB, {dtype}), step {progress.step} of {checkpoint}")
     return ExportedModel(out, DTYPES[dtype], tuple(plan), size)
+
+
+def _check_code(hf_config: Any, config: Config, facts: Mapping[str, Any]) -> None:
+    """Refuse to give the trained weights code that did not train them."""
+    now = digest_of_code(read_custom_code(hf_config)) if config.model.trust_remote_code else None
+    if (saved := facts.get(CODE, now)) != now:
+        raise CheckpointError(
+            "The code that comes with the model is not the code that trained it.",
+            values=f"{config.model.path}: digest {now} now, {saved} when the checkpoint was saved",
+            fix="put back the .py files that were there when the run was started",
+        )
 
 
 def _find(source: Path) -> tuple[Path, Config]:
@@ -183,13 +197,19 @@ class _Rounding:
     def cast(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor in the dtype it is written in."""
         result = tensor.to(self._dtypes[name])
-        if name in self._source and tensor.dim():
-            source = torch.empty_like(tensor)
-            self._source[name].copy_into(source, tuple((0, size) for size in tensor.shape))
-            changed = source != tensor
-            self._changed += int(changed.sum())
-            self._kept += int((changed & (result != source.to(result.dtype))).sum())
+        if name in self._source and tensor.dim() and tensor.numel():
+            rows = max(1, BLOCK_BYTES // tensor[0].nbytes)  # a table of tokens whole again would be the largest tensor
+            for start in range(0, tensor.shape[0], rows):
+                self._compare(name, tensor, result, (start, min(start + rows, tensor.shape[0])))
         return result
+
+    def _compare(self, name: str, tensor: torch.Tensor, result: torch.Tensor, limits: tuple[int, int]) -> None:
+        part, written = (whole[slice(*limits)] for whole in (tensor, result))
+        source = torch.empty_like(part)
+        self._source[name].copy_into(source, (limits, *((0, size) for size in part.shape[1:])))
+        changed = source != part
+        self._changed += int(changed.sum())
+        self._kept += int((changed & (written != source.to(written.dtype))).sum())
 
     def describe(self, dtype: str) -> list[str]:
         """Return the log line about rounding; none where nothing was compared or changed."""

@@ -13,7 +13,7 @@ from fsdp_trainer.errors import CheckpointError
 Verdict = Literal["free", "allowed", "refused"]
 
 # Facts beside the settings that a checkpoint carries and that are compared with the run's own in the same way.
-ROWS, VERSIONS = "data.rows", "versions"
+ROWS, VERSIONS, CODE = "data.rows", "versions", "model.code"
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,7 @@ RULES: Mapping[str, Rule] = {
         "model.init",
         "model.trust_remote_code",
     ),
+    **_rules("refused", "the model's own code may compute something else with the same weights", CODE),
     **_rules("refused", "the same words become other tokens", "model.tokenizer"),
     **_rules("refused", "other parameters train, and the optimizer holds no state for them", "model.freeze"),
     **_rules("refused", "the compute rounds elsewhere, visible in the loss", "precision"),
@@ -169,9 +170,14 @@ RULES: Mapping[str, Rule] = {
 }  # fmt: skip
 
 
-def describe(config: Mapping[str, Any], *, rows: str, versions: Mapping[str, str]) -> dict[str, Any]:
-    """Return the facts of a run that a checkpoint keeps for `check_resume`; `rows` is a digest of the training rows."""
-    return {"config": config, ROWS: rows, VERSIONS: versions}
+def describe(
+    config: Mapping[str, Any], *, rows: str, versions: Mapping[str, str], code: str | None = None
+) -> dict[str, Any]:
+    """Return the facts of a run that a checkpoint keeps for `check_resume`.
+
+    `rows` is a digest of the training rows, `code` one of the Python code that came with the model and was run.
+    """
+    return {"config": config, ROWS: rows, VERSIONS: versions, CODE: code}
 
 
 def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
@@ -226,8 +232,8 @@ _ABSENT = object()
 def _value(facts: Mapping[str, Any], name: str) -> Any:
     if name == ROWS:
         return facts.get(ROWS)  # facts without a digest are of unknown rows, which differ from any
-    if name == VERSIONS:
-        return facts.get(VERSIONS, _ABSENT)
+    if name in (VERSIONS, CODE):
+        return facts.get(name, _ABSENT)
     value: Any = facts.get("config")
     for part in name.split("."):
         value = value.get(part, _ABSENT) if isinstance(value, Mapping) else _ABSENT

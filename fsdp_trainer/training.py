@@ -120,7 +120,7 @@ def _finetune(config: Config, runtime: Runtime, stop: StopRequest, watch: RankWa
     check_same_rows(data.digest)
     _log_data(data, config, runtime)
     total_steps = _total_steps(config, data.train)
-    facts = describe(config.to_dict(), rows=data.digest, versions=_versions())
+    facts = describe(config.to_dict(), rows=data.digest, versions=_versions(), code=data.code)
     resume_from = _find_start(config, runtime, output_dir, facts=facts)
     run = build_run(config, runtime, load=resume_from is None)
     for fact in run.facts:

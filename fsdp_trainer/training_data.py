@@ -10,6 +10,7 @@ from rich.text import Text
 from transformers import AutoTokenizer, GenerationConfig
 
 from fsdp_trainer.config import Config, ModelConfig
+from fsdp_trainer.custom_code import digest_of_code, read_custom_code
 from fsdp_trainer.data.cache import evaluation_source
 from fsdp_trainer.data.chat import read_chat_template
 from fsdp_trainer.data.describe import format_sample
@@ -18,13 +19,17 @@ from fsdp_trainer.data.prepare import prepare_rows
 from fsdp_trainer.data.report import DataReport
 from fsdp_trainer.data.rows import Rows
 from fsdp_trainer.errors import ConfigError
+from fsdp_trainer.gguf_model import local_model
 from fsdp_trainer.model import check_longest_document, load_hf_config
 from fsdp_trainer.progress import show_progress
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Rows to train and evaluate on. `digest` identifies the training rows: a resume on other rows is another run."""
+    """Rows to train and evaluate on. `digest` identifies the training rows: a resume on other rows is another run.
+
+    `code` identifies the model's own Python code, None where it has none or none is run.
+    """
 
     train: Rows
     evaluation: Rows | None
@@ -34,6 +39,7 @@ class TrainingData:
     pad_token_id: int
     steps_per_epoch: int
     digest: str
+    code: str | None
 
     def describe(self, *, samples: int, colour: bool) -> Iterator[str | Text]:
         """Yield the log's lines: counts of each data set, then the first rows decoded with their mask."""
@@ -83,12 +89,13 @@ def load_training_data(config: Config, *, is_writer: bool, show: bool) -> Traini
         pad_token_id=_pad_token_id(tokenizer),
         steps_per_epoch=steps_per_epoch(train.n_rows, global_batch_size=config.batch.global_batch_size),
         digest=_digest(train),
+        code=digest_of_code(read_custom_code(hf_config)) if config.model.trust_remote_code else None,
     )
 
 
 def load_tokenizer(model: ModelConfig) -> Any:
     """Load the model's tokenizer, or the one that `model.tokenizer` names."""
-    path = model.tokenizer or model.path
+    path = local_model(model.tokenizer or model.path)
     revision = {"revision": model.revision} if model.revision else {}
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code, **revision)
@@ -103,7 +110,7 @@ def load_tokenizer(model: ModelConfig) -> Any:
 def load_generation_config(model: ModelConfig) -> GenerationConfig | None:
     """Load the model's generation config; None where it has none."""
     try:
-        return GenerationConfig.from_pretrained(model.path, revision=model.revision or "main")
+        return GenerationConfig.from_pretrained(local_model(model.path), revision=model.revision or "main")
     except OSError:  # many models have none
         return None
 

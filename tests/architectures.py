@@ -81,6 +81,46 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("GptOssConfig", {**EXPERTS, "head_dim": 12, "sliding_window": 8, "attention_dropout": 0.0}),
     "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}),
     "falcon": ("FalconConfig", {}),
+    "doge": ("DogeConfig", {"head_dim": 12}),
+    "deepseek_v32": (
+        "DeepseekV32Config",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 16,
+            "index_head_dim": 16,
+            "index_n_heads": 2,
+            "index_topk": 16,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+        },
+    ),
+}
+
+# Layers that mix tokens otherwise than by attention, so rows of several documents are refused.
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5": (
+        "Qwen3_5TextConfig",
+        {
+            "head_dim": 12,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        },
+    ),
+    # Attention and a state-space scan side by side in every layer: that attention was called says nothing here.
+    "falcon_h1": (
+        "FalconH1Config",
+        {"head_dim": 12, "mamba_d_ssm": 96, "mamba_n_heads": 4, "mamba_d_head": 24, "mamba_d_state": 8},
+    ),
 }
 
 
@@ -89,7 +129,7 @@ def save_architecture(name: str, folder: str) -> str:
     import torch
     import transformers
 
-    class_name, changes = ARCHITECTURES[name]
+    class_name, changes = (ARCHITECTURES | HYBRIDS)[name]
     torch.manual_seed(4321)
     config = getattr(transformers, class_name)(**{**DECODER, **changes})
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

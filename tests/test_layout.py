@@ -55,6 +55,10 @@ PARTS = {
     "loading": "techniques",
     "pieces": "techniques",
     "weight_files": "techniques",
+    "gguf_model": "techniques",
+    "custom_code": "techniques",
+    "decoder_probe": "techniques",
+    "bin_archive": "techniques",
     "conversions": "techniques",
     "sharding": "techniques",
     "gloo_reduce_scatter": "techniques",
@@ -104,6 +108,7 @@ WITHOUT_TORCH = (
     "cli",
     "launch",
     "demo",
+    "gguf_model",
     "",
     "__main__",
 )

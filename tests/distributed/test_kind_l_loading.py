@@ -103,6 +103,40 @@ def test_e32_config_was_not_updated_with_the_table(model_folder: Folder, tmp_pat
     refused(folder, tmp_path, "model.embed_tokens.weight", "[160, 48] stored, [161, 48]", "vocab_size: 160")
 
 
+def start(settings: dict[str, Any]) -> None:
+    from fsdp_trainer import Config, finetune
+
+    finetune(Config.from_dict(settings))
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_e34_tokens_were_added_and_the_table_was_not_grown(used: bool, model_folder: Folder, tmp_path: Path) -> None:
+    """What the data use is what counts: a token of no row is no reason to refuse, and one of a row is named."""
+    folder = copy_of(model_folder("llama"), tmp_path / "model")
+    run_ranks(add_token, 1, str(folder))
+    records = models.make_records(8, seed=3)[0]
+    if used:
+        records[5]["completion"] += " <new>"
+    settings = training_runs.settings(str(folder), models.write_jsonl(records, tmp_path / "data.jsonl"), tmp_path)
+    settings |= {"train": {"max_steps": 1}, "batch": {"global_batch_size": 8, "micro_batch_size": 2}}
+    settings["schedule"]["warmup_steps"] = 0
+    if not used:
+        run_ranks(start, 2, settings)
+        return
+    with pytest.raises(FsdpTrainerError) as caught:
+        run_ranks(start, 2, settings)
+    for words in ("id 160", "table of 160 rows"):
+        assert words in caught.value.values, str(caught.value)
+
+
+def add_token(folder: str) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert len(tokenizer) == 160 and tokenizer.add_tokens(["<new>"]) == 1
+    tokenizer.save_pretrained(folder)
+
+
 # L: names, merges, files
 
 

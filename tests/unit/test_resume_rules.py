@@ -11,9 +11,9 @@ import pytest
 from fsdp_trainer import cli
 from fsdp_trainer.config import Config, Section
 from fsdp_trainer.errors import CheckpointError, ConfigError
-from fsdp_trainer.resume_rules import ROWS, RULES, VERSIONS, check_resume, describe, find_changes
+from fsdp_trainer.resume_rules import CODE, ROWS, RULES, VERSIONS, check_resume, describe, find_changes
 
-NAMES_OF_FACTS = {ROWS, VERSIONS}
+NAMES_OF_FACTS = {ROWS, VERSIONS, CODE}
 
 
 def setting_names(model: type[Section] = Config, prefix: str = "") -> Iterator[str]:

@@ -1,0 +1,111 @@
+"""Run a decoder once on fake tensors, before a weight is loaded, to see that it runs here and keeps documents apart.
+
+Only this trainer's attention knows where a document ends; a layer that mixes tokens in another way (a convolution, a
+state-space scan, linear attention) carries one document of a packed row into the next, and no number shows it.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+
+from fsdp_trainer.attention import Documents
+from fsdp_trainer.errors import ConfigError
+from fsdp_trainer.model import ModelParts
+
+PROBE_TOKENS = 8
+
+# What a forward does that has no answer without values: nothing is said about the model.
+_UNKNOWN_ON_FAKES = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedFakeTensorException,
+    fake_tensor.UnsupportedOperatorException,
+    fake_tensor.MetadataMismatchError,
+    NotImplementedError,
+)
+
+
+def check_decoder(model: nn.Module, parts: ModelParts, *, packing: bool) -> None:
+    """Refuse a decoder that cannot run as a step runs it, or that would leak between the documents of packed rows.
+
+    Rows of one document each need no attention of ours: what a causal layer reads there is the document's own.
+    """
+    calls = _attention_calls(model, parts)
+    if not packing:
+        return
+    mixing = [index for index, layer in enumerate(parts.layers) if not calls.get(index, 1) or _mixes_tokens(layer)]
+    if mixing:
+        layer = parts.layers[mixing[0]]
+        kinds = [type(module).__name__ for module in layer.children() if "norm" not in type(module).__name__.lower()]
+        raise ConfigError(
+            f"{type(model).__name__} has layers that carry one document of a packed row into the next.",
+            values=f"data.packing: true; {len(mixing)} of {len(parts.layers)} decoder layers mix tokens otherwise than "
+            f"by attention, such as layer {mixing[0]} ({', '.join(kinds)})",
+            fix="set data.packing: false",
+        )
+
+
+def _mixes_tokens(layer: nn.Module) -> bool:
+    """Return whether a layer has a convolution over tokens or the decay of a recurrent state (Mamba, delta rules)."""
+    modules = list(layer.modules())
+    convolves = any(isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1 for module in modules)
+    return convolves or any(hasattr(module, "A_log") for module in modules)
+
+
+def _attention_calls(model: nn.Module, parts: ModelParts) -> dict[int, int]:
+    """Return how often each decoder layer called this trainer's attention; nothing where fakes cannot tell."""
+    documents = Documents(torch.tensor([[0] * (PROBE_TOKENS // 2) + [1] * (PROBE_TOKENS // 2)]))
+    before: dict[int, int] = {}
+    after: dict[int, int] = {}
+    handles = []
+    for index, layer in enumerate(parts.layers):
+        handles += [
+            layer.register_forward_pre_hook(lambda *_, i=index: before.update({i: documents.calls})),
+            layer.register_forward_hook(lambda *_, i=index: after.update({i: documents.calls - before[i]})),
+        ]
+    # On fakes the product of stacked experts takes bf16 alone, and logs what it is refused (torch 2.14,
+    # meta_registrations.py); what a recurrence keeps in fp32 by itself takes fp32 alone.
+    stacked = any(parameter.dim() == 3 for parameter in parts.decoder.parameters())
+    first, second = (torch.bfloat16, torch.float32) if stacked else (torch.float32, torch.bfloat16)
+    try:
+        try:
+            _run_on_fakes(parts.decoder, documents, first)
+        except RuntimeError:
+            _run_on_fakes(parts.decoder, documents, second)
+    except _UNKNOWN_ON_FAKES:
+        return {}
+    except (RuntimeError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        raise ConfigError(
+            f"The decoder of {type(model).__name__} does not run without a mask and a cache, as training needs it.",
+            values=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            fix="use another architecture, or set model.attention: eager where the error is about attention",
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return after
+
+
+def _run_on_fakes(decoder: Any, documents: Documents, dtype: torch.dtype) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        tensors = {
+            name: torch.empty(parameter.shape, dtype=dtype)
+            for name, parameter in decoder.named_parameters(remove_duplicate=False)
+        }
+        tensors |= {name: mode.from_tensor(buffer) for name, buffer in decoder.named_buffers(remove_duplicate=False)}
+        positions = torch.arange(PROBE_TOKENS)[None]
+        functional_call(
+            decoder,
+            tensors,
+            kwargs={
+                "input_ids": torch.zeros_like(positions),
+                "position_ids": positions,
+                "use_cache": False,
+                "documents": documents,
+            },
+            tie_weights=False,
+        )
