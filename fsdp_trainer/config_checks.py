@@ -70,7 +70,6 @@ _LATER: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda value: value in {"alpaca", "sharegpt"},
         "data.format: messages or prompt_completion and convert the file",
     ),
-    ("data.on_too_long", lambda value: value == "split", "data.on_too_long: truncate, drop or error"),
     ("sharding.offload", lambda value: value == "optimizer", "sharding.offload: params or none"),
     ("precision", lambda value: value == "bf16_pure", "precision: bf16"),
     (
@@ -211,7 +210,7 @@ def _data(config: "Config") -> Iterator[Problem]:
             ("data.on_too_long", "data.packing"),
         )
     if config.data.format == "text":
-        for path in ("data.train_on", "data.chat_template"):
+        for path in ("data.train_on", "data.chat_template", "data.sanitize_control_tokens"):
             yield from _no_effect(
                 config,
                 path,

@@ -149,8 +149,18 @@ class DataConfig(Section):
     )
     on_too_long: Literal["truncate", "split", "drop", "error"] = Field(
         default="truncate",
-        description="A record longer than seq_len: truncate its end, split it into several (comes later), drop it, or "
-        "stop. Counted in the log. truncate keeps every record but can cut an answer short.",
+        description="A record longer than seq_len: truncate its end, split it into several documents, drop it, or "
+        "stop. Counted in the log. truncate keeps every record but can cut an answer short. split keeps every token: "
+        "each piece starts as a document of its own (with the tokenizer's start token, where it has one), sees nothing "
+        "of the others, and its first token is no target; a piece without any target is left out. Good for long texts; "
+        "of a conversation the later pieces lose the question.",
+    )
+    sanitize_control_tokens: bool = Field(
+        default=True,
+        description="Encode the text of special tokens (<|im_end|> and the like) as plain text where a message other "
+        "than the assistant's holds it, so that nobody ends a turn by typing its marker; such records are counted. "
+        "Answers, and data without a chat template, keep them as tokens. false makes tokens of them everywhere, as "
+        "servers do that do not guard against it.",
     )
     on_bad_record: Literal["error", "skip"] = Field(
         default="error",

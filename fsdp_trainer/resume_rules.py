@@ -136,6 +136,7 @@ RULES: Mapping[str, Rule] = {
         "data.packing",
         "data.train_on",
         "data.on_too_long",
+        "data.sanitize_control_tokens",
     ),
     **_rules("refused", "records are written out differently, also for the exported model", "data.chat_template"),
     **_rules("refused", "rows come in another order: some would be met twice and some never", "data.shuffle"),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Source = str | Path | Sequence[str]
 Split = Literal["train", "eval"]
-_CACHE_FORMAT = 1  # raise it when the same input would give other rows
+_CACHE_FORMAT = 2  # raise it when the same input would give other rows
 
 
 def evaluation_source(data: DataConfig) -> Source | None:
@@ -56,7 +56,16 @@ def cache_path(
         "vocab_size": vocab_size,
         "data": {
             name: getattr(data, name)
-            for name in ("format", "columns", "train_on", "seq_len", "packing", "on_too_long", "on_bad_record")
+            for name in (
+                "format",
+                "columns",
+                "train_on",
+                "seq_len",
+                "packing",
+                "on_too_long",
+                "on_bad_record",
+                "sanitize_control_tokens",
+            )
         },
     }
     digest = _hash_json(settings)

@@ -30,10 +30,15 @@ class RecordError(Exception):
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation; only assistant turns from message `first_target` on may be targets."""
+    """A conversation; only assistant turns from message `first_target` on may be targets.
 
-    messages: tuple[dict[str, str], ...]  # role and content, nothing else
+    A message has `role` and `content` (text, "" for none), and where the record has them `tool_calls` (each with its
+    arguments as an object, as templates expect them), `reasoning_content`, `tool_call_id` and `name`.
+    """
+
+    messages: tuple[dict[str, Any], ...]
     first_target: int = 0
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from fsdp_trainer.data.cache import Source, Split, cache_path, evaluation_share
 from fsdp_trainer.data.chat import read_chat_template
 from fsdp_trainer.data.encode import Encoded, Encoder, build_encoder, encode_examples
 from fsdp_trainer.data.packing import pack_documents
-from fsdp_trainer.data.report import DataReport, load_report, save_report
+from fsdp_trainer.data.report import DataReport, build_report, load_report, save_report
 from fsdp_trainer.data.rows import Rows, load_rows, save_rows
 from fsdp_trainer.data.sources import BadRecord, Example, read_examples, resolve_paths
 from fsdp_trainer.data.workers import encode_in_processes
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 _CHUNK_RECORDS = 256
 _WORKERS_PAY_FROM_RECORDS = 5000  # starting them costs seconds; until there the tokenizer's own threads serve
-_SHOWN_BAD_RECORDS = 20
-_LOST_SHARE = 0.1  # more than this share of records dropped or cut is worth a warning
 
 
 def prepare_rows(
@@ -86,6 +84,7 @@ def build_cache(
         seq_len=data.seq_len,
         on_too_long=data.on_too_long,
         vocab_size=vocab_size,
+        sanitize_control_tokens=data.sanitize_control_tokens,
     )
     rows, report = build_rows(source, data=data, encoder=encoder, seed=seed, split=split, on_records=on_records)
     try:
@@ -147,7 +146,7 @@ def build_rows(
     if not any(len(part.lengths) for part in parts):
         raise _nothing_left(paths, split=split, records=records, dropped=dropped, bad=bad)
     rows = _arrange(parts, seq_len=data.seq_len, packing=data.packing)
-    return rows, _report(rows, parts, records=records, dropped=dropped, bad=bad, data=data, encoder=encoder)
+    return rows, build_report(rows, parts, records=records, dropped=dropped, bad=bad, data=data, encoder=encoder)
 
 
 def _encode(examples: Iterator[Example | BadRecord], *, encoder: Encoder, workers: int) -> Iterator[Encoded]:
@@ -201,45 +200,6 @@ def _arrange(parts: Sequence[Encoded], *, seq_len: int, packing: bool) -> Rows:
         supervised=np.concatenate([supervised[span] for span in spans]),
         document_starts=np.concatenate([[0], np.cumsum(lengths[order])]),
         row_documents=np.concatenate([[0], np.cumsum(np.bincount(row_of))]),
-    )
-
-
-def _report(
-    rows: Rows,
-    parts: Sequence[Encoded],
-    *,
-    records: int,
-    dropped: Counter,
-    bad: Sequence[BadRecord],
-    data: DataConfig,
-    encoder: Encoder,
-) -> DataReport:
-    truncated = sum(part.truncated for part in parts)
-    stopping = sum(part.stopping for part in parts)
-    supervised_tokens = int(np.count_nonzero(rows.supervised))
-    warnings = []
-    if (endless := rows.n_documents - stopping - truncated) > 0:
-        warnings.append(
-            f"{endless:,} of {rows.n_documents:,} documents do not end with a token the model can stop at; it will "
-            f"not learn to stop from them (such tokens: {encoder.end_tokens()}; look at how the template ends a turn)"
-        )
-    if (lost := sum(dropped.values()) + len(bad)) > _LOST_SHARE * records:
-        warnings.append(f"{lost:,} of {records:,} records are not trained on")
-    if truncated > _LOST_SHARE * rows.n_documents:
-        warnings.append(f"{truncated:,} of {rows.n_documents:,} documents are cut at data.seq_len {data.seq_len}")
-    return DataReport(
-        records=records,
-        documents=rows.n_documents,
-        rows=rows.n_rows,
-        tokens=rows.total_tokens,
-        supervised_tokens=supervised_tokens,
-        longest_tokens=int(np.diff(rows.document_starts).max()),
-        truncated=truncated,
-        dropped=dict(sorted(dropped.items())),
-        skipped=dict(sorted(Counter(record.kind for record in bad).items())),
-        skipped_examples=tuple(f"{record.where}: {record.what}" for record in bad[:_SHOWN_BAD_RECORDS]),
-        packing_efficiency=rows.total_tokens / (rows.n_rows * data.seq_len) if data.packing else None,
-        warnings=tuple(warnings),
     )
 
 

@@ -26,7 +26,6 @@ LATER = [
     {"data.columns": {"prompt": "q"}},
     {"data.format": "alpaca"},
     {"data.format": "sharegpt"},
-    {"data.on_too_long": "split"},
     {"sharding.offload": "optimizer"},
     {"precision": "bf16_pure"},
     {"activation_checkpointing.mode": "selective"},

@@ -163,7 +163,7 @@ def test_the_report_adds_up(prepared, jsonl):
     text = "\n".join(report.format_lines())
     for part in (
         "6 records gave 4 documents",
-        "1 document cut",
+        "1 record cut",
         "empty completion",
         "mixed.jsonl:6",
         "warning: 2 of 6",
