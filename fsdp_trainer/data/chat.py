@@ -135,10 +135,13 @@ def _without_control_tokens(chat: Chat, *, template: ChatTemplate) -> tuple[Chat
 
     An answer is what the model writes, in tokens: there a control token may be meant. Anyone else only types text.
     """
+    everything = "\0".join(texts_in(chat.messages))
+    if is_hiding(everything):
+        raise RecordError("private character", "the text holds a character of Unicode's private plane 16")
+    if not template.control.found_in(everything):
+        return chat, []
     notes: list[str] = []
     messages = list(chat.messages)
-    if any(is_hiding(text) for text in texts_in(messages)):
-        raise RecordError("private character", "the text holds a character of Unicode's private plane 16")
     for index, message in enumerate(messages):
         fields = {key: value for key, value in message.items() if key != "role"}
         if not template.control.found_in(fields):

@@ -7,6 +7,7 @@ pieces never falls inside a token.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -19,6 +20,9 @@ from fsdp_trainer.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_WINDOW = 32  # characters on each side of a border that are looked at
+_CUT_TOKENS = 4  # of a window that ends within a word
 
 SPLIT_REMAINDER = "pieces of split records with nothing to train on"
 
@@ -228,21 +232,20 @@ def _pieces(example: Example, *, encoder: Encoder) -> tuple[list[Piece], list[st
 
 def _tokenise(documents: Sequence[Sequence[Piece]], encoder: Encoder) -> list[tuple[np.ndarray, np.ndarray] | None]:
     """Tokenise documents with the mask of their pieces; None where the border between two pieces cannot be kept."""
-    texts = []
-    for pieces in documents:
-        texts += ["".join(piece.text for piece in pieces)]
-        if len(pieces) > 1:
-            texts += [piece.text for piece in pieces]
+    windows = [[_border_window(one, other, encoder) for one, other in pairwise(pieces)] for pieces in documents]
+    needed = dict.fromkeys(text for borders in windows for window in borders for text in window)
     # one call for all: the tokenizer's threads work through the batch
-    ids = iter(encoder.tokenizer.ids(texts))
+    texts = [piece.text for pieces in documents for piece in pieces]
+    encoded = encoder.tokenizer.ids([*texts, *needed])
+    window_ids = dict(zip(needed, encoded[len(texts) :], strict=True))
+    ids = iter(encoded)
     results = []
-    for pieces in documents:
-        whole = next(ids)
-        parts = [next(ids) for _ in pieces] if len(pieces) > 1 else [whole]
+    for pieces, borders in zip(documents, windows, strict=True):
+        parts = [next(ids) for _ in pieces]
         joined = [token for part in parts for token in part]
         lengths: list[int] | None = [len(part) for part in parts]
-        if joined != whole:
-            joined, lengths = _stable_borders(pieces, whole=whole, joined=joined, lengths=lengths, encoder=encoder)
+        if not all(_is_stable(border, part, window_ids) for border, part in zip(borders, parts[1:], strict=True)):
+            joined, lengths = _stable_borders(pieces, joined=joined, lengths=lengths, encoder=encoder)
         results.append(
             None
             if lengths is None
@@ -254,8 +257,33 @@ def _tokenise(documents: Sequence[Sequence[Piece]], encoder: Encoder) -> list[tu
     return results
 
 
+def _border_window(before: Piece, after: Piece, encoder: Encoder) -> tuple[str, str]:
+    """Return the text that ends at a border, and the same with what follows it, as far as tokens could merge.
+
+    A control token ends what could merge, and makes most windows the same: `<|im_end|>` and a newline, say.
+    """
+    pattern = encoder.tokenizer.control.pattern
+    left, right = before.text[-_WINDOW:], after.text[:_WINDOW]
+    last = max((match.start() for match in pattern.finditer(left)), default=0)
+    first = pattern.search(right)
+    left, right = left[last:], right[: first.end()] if first else right
+    return left, left + right
+
+
+def _is_stable(window: tuple[str, str], after: list[int], window_ids: dict[str, list[int]]) -> bool:
+    """Tell whether the pieces at a border give the same tokens apart and together, by the text around it alone.
+
+    The last tokens of a window are not compared: it may end within a word.
+    """
+    left, both = window_ids[window[0]], window_ids[window[1]]
+    compared = both[len(left) :]
+    if len(window[1]) - len(window[0]) == _WINDOW:
+        compared = compared[:-_CUT_TOKENS]
+    return both[: len(left)] == left and after[: len(compared)] == compared
+
+
 def _stable_borders(
-    pieces: Sequence[Piece], *, whole: list[int], joined: list[int], lengths: list[int], encoder: Encoder
+    pieces: Sequence[Piece], *, joined: list[int], lengths: list[int], encoder: Encoder
 ) -> tuple[list[int], list[int] | None]:
     """Settle a document whose pieces tokenise differently apart and together.
 
@@ -263,9 +291,13 @@ def _stable_borders(
     give a prefix of the whole. Where a token would span a border (an answer that starts with a newline, after a header
     that ends with one), the pieces stay apart, as they are when the model answers; they must still read the same.
     """
+    *prefixes, whole = encoder.tokenizer.ids(
+        ["".join(piece.text for piece in pieces[: count + 1]) for count in range(len(pieces))]
+    )
+    if whole == joined:
+        return joined, lengths
     borders = [0]
-    for count in range(1, len(pieces)):
-        before = encoder.tokenizer.ids(["".join(piece.text for piece in pieces[:count])])[0]
+    for before in prefixes:
         if whole[: len(before)] != before:
             break
         borders.append(len(before))

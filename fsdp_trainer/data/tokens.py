@@ -5,7 +5,6 @@ text here: nobody can end a turn or open another by writing its marker.
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -47,16 +46,18 @@ class ControlTokens:
         return self.names[index] if index < len(self.names) else character
 
 
-def texts_in(value: Any) -> Iterator[str]:
-    """Yield every string inside a value of lists and objects; keys are not text."""
+def texts_in(value: Any) -> list[str]:
+    """Return every string inside a value of lists and objects; keys are not text."""
     if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for inner in value.values():
-            yield from texts_in(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from texts_in(inner)
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    found: list[str] = []
+    for one in inner:
+        if isinstance(one, str):
+            found.append(one)
+        else:
+            found += texts_in(one)
+    return found
 
 
 def is_hiding(text: str) -> bool:
