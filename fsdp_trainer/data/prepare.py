@@ -18,7 +18,7 @@ from fsdp_trainer.config import DataConfig
 from fsdp_trainer.data.cache import Source, Split, cache_path, evaluation_share
 from fsdp_trainer.data.chat import read_chat_template
 from fsdp_trainer.data.encode import Encoded, Encoder, build_encoder, encode_examples
-from fsdp_trainer.data.packing import pack_documents
+from fsdp_trainer.data.packing import arrange_documents
 from fsdp_trainer.data.report import DataReport, build_report, load_report, save_report
 from fsdp_trainer.data.rows import Rows, load_rows, save_rows
 from fsdp_trainer.data.sources import BadRecord, Example, read_examples, resolve_paths
@@ -145,7 +145,13 @@ def build_rows(
     dropped = sum((part.dropped for part in parts), Counter())
     if not any(len(part.lengths) for part in parts):
         raise _nothing_left(paths, split=split, records=records, dropped=dropped, bad=bad)
-    rows = _arrange(parts, seq_len=data.seq_len, packing=data.packing)
+    rows = arrange_documents(
+        np.concatenate([part.tokens for part in parts]),
+        np.concatenate([part.supervised for part in parts]),
+        np.concatenate([part.lengths for part in parts]),
+        seq_len=data.seq_len,
+        packing=data.packing,
+    )
     return rows, build_report(rows, parts, records=records, dropped=dropped, bad=bad, data=data, encoder=encoder)
 
 
@@ -184,23 +190,6 @@ def _held_out_digests(paths: Sequence[Path], *, data: DataConfig, share: float, 
             fix="lower data.eval, give a file of its own, or add records",
         )
     return held_out
-
-
-def _arrange(parts: Sequence[Encoded], *, seq_len: int, packing: bool) -> Rows:
-    """Join the documents of all parts and order them by row."""
-    lengths = np.concatenate([part.lengths for part in parts])
-    row_of = pack_documents(lengths, seq_len=seq_len) if packing else np.arange(len(lengths))
-    order = np.argsort(row_of, kind="stable")
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    spans = [slice(starts[index], starts[index + 1]) for index in order]
-    tokens = np.concatenate([part.tokens for part in parts])
-    supervised = np.concatenate([part.supervised for part in parts])
-    return Rows(
-        tokens=np.concatenate([tokens[span] for span in spans]),
-        supervised=np.concatenate([supervised[span] for span in spans]),
-        document_starts=np.concatenate([[0], np.cumsum(lengths[order])]),
-        row_documents=np.concatenate([[0], np.cumsum(np.bincount(row_of))]),
-    )
 
 
 def _nothing_left(
