@@ -24,6 +24,7 @@ from fsdp_trainer.config_reading import (
     translate_errors,
 )
 from fsdp_trainer.config_sections import (
+    COLUMNS,
     ActivationCheckpointingConfig,
     BatchConfig,
     CheckpointConfig,
@@ -39,11 +40,13 @@ from fsdp_trainer.config_sections import (
     ScheduleConfig,
     Section,
     ShardingConfig,
+    SourceConfig,
     Text,
     TrainConfig,
 )
 
 __all__ = [
+    "COLUMNS",
     "ActivationCheckpointingConfig",
     "BatchConfig",
     "CheckpointConfig",
@@ -60,6 +63,7 @@ __all__ = [
     "ScheduleConfig",
     "Section",
     "ShardingConfig",
+    "SourceConfig",
     "TrainConfig",
 ]
 

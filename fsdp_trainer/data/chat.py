@@ -5,7 +5,7 @@ conversation up to each turn and checking that the text so far is a prefix of th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -88,9 +88,11 @@ def _first_special(tail: str, *, tokenizer: "PreTrainedTokenizerBase") -> str | 
 
 def chat_pieces(chat: Chat, *, template: ChatTemplate, train_on: str) -> list[Piece]:
     """Render a conversation and cut it into pieces; raise RecordError or Dropped when it cannot be trained on."""
+    if chat.tools:
+        template = replace(template, variables=template.variables | {"tools": list(chat.tools)})
     answers = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
     targets = [index for index in answers if index >= chat.first_target]
-    filled = [index for index in targets if chat.messages[index]["content"].strip()]
+    filled = [index for index in targets if _says_something(chat.messages[index])]
     if targets and not filled:
         raise Dropped("empty answer")
     if train_on == "all":
@@ -107,7 +109,11 @@ def chat_pieces(chat: Chat, *, template: ChatTemplate, train_on: str) -> list[Pi
     return _cut(text, [_turn_span(text, chat.messages, index, template=template) for index in filled])
 
 
-def _turn_span(text: str, messages: Sequence[dict[str, str]], index: int, *, template: ChatTemplate) -> tuple[int, int]:
+def _says_something(message: dict[str, Any]) -> bool:
+    return bool(message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content"))
+
+
+def _turn_span(text: str, messages: Sequence[dict[str, Any]], index: int, *, template: ChatTemplate) -> tuple[int, int]:
     """Return where the answer `messages[index]` starts and ends in the text, its end-of-turn token included."""
     start = _turn_start(text, messages, index, template=template)
     upto = text if index == len(messages) - 1 else _render(template, messages[: index + 1])[0]
@@ -123,7 +129,7 @@ def _turn_span(text: str, messages: Sequence[dict[str, str]], index: int, *, tem
     return start, end
 
 
-def _turn_start(text: str, messages: Sequence[dict[str, str]], index: int, *, template: ChatTemplate) -> int | None:
+def _turn_start(text: str, messages: Sequence[dict[str, Any]], index: int, *, template: ChatTemplate) -> int | None:
     if index > 0:
         before, _ = _render(template, messages[:index], ask=True)
         return len(before) if text.startswith(before) else None
@@ -145,7 +151,7 @@ def _cut(text: str, spans: Sequence[tuple[int, int]]) -> list[Piece]:
 
 
 def _render(
-    template: ChatTemplate, messages: Sequence[dict[str, str]], *, ask: bool = False, markers: bool = False
+    template: ChatTemplate, messages: Sequence[dict[str, Any]], *, ask: bool = False, markers: bool = False
 ) -> tuple[str, list[tuple[int, int]]]:
     """Render messages; `ask` adds the header of the next assistant turn, `markers` returns the generation spans."""
     try:
