@@ -133,10 +133,11 @@ class DataConfig(Section):
     train: Annotated[Text | SourceConfig | SomeSources, _SOURCES] = Field(
         default="data/train.jsonl",
         description="Training data: a file (JSONL, a JSON array, Parquet, CSV, TSV, Arrow, or plain text, which is one "
-        "record a file; each also as .gz or .zst), a folder of them, a folder that datasets saved, a hub id, or a list "
-        "of these. A list of {path, weight} mixes its sources by rows: an epoch has as many rows as all sources "
-        "together, of which each source gives its weight's share, from its own shuffled rows in turn (some twice "
-        "where it is short, some only in a later epoch where it is long).",
+        "record a file; each also as .gz or .zst), a folder of them, a folder that datasets saved, a hub id "
+        "({path, subset, split} where it has several), or a list of these. A list of {path, weight} mixes its sources "
+        "by rows: an epoch has as many rows as all sources together, of which each source gives its weight's share, "
+        "from its own shuffled rows in turn (some twice where it is short, some only in a later epoch where it is "
+        "long).",
     )
     eval: Annotated[Text | SourceConfig | SomeSources | Annotated[float, Field(gt=0, lt=1)] | None, _HELD_OUT] = Field(
         default=None,
@@ -155,19 +156,6 @@ class DataConfig(Section):
         default={},
         description="Renames what the files call differently: expected name to the files' name, such as "
         "{prompt: question, completion: answer}.",
-    )
-    streaming: bool = Field(
-        default=False,
-        description="Read and tokenise the training data while training instead of before it, for data larger than "
-        "disk or memory: nothing is cached. Needs train.max_steps. Every process reads the whole stream and takes its "
-        "rows of each step, so a step sees the same rows on any number of GPUs, and a resume goes on at the next row "
-        "after reading one buffer again. A bad record stops the run when it is met: on_bad_record: skip suits a long "
-        "stream.",
-    )
-    shuffle_buffer: Annotated[int, Field(ge=1)] = Field(
-        default=10_000,
-        description="Records that streaming shuffles and packs together; costs about 5 bytes of host memory a token in "
-        "each process, three times over. Larger shuffles better and makes a resume read more again.",
     )
     chat_template: str | None = Field(
         default=None,
@@ -203,6 +191,19 @@ class DataConfig(Section):
         description="Draw a new order of rows each epoch, from train.seed and the epoch alone, so that it does not "
         "depend on the number of GPUs. false keeps the file's order. Streaming shuffles within shuffle_buffer, and the "
         "files among each other.",
+    )
+    streaming: bool = Field(
+        default=False,
+        description="Read and tokenise the training data while training instead of before it, for data larger than "
+        "disk or memory: nothing is cached. Needs train.max_steps. Every process reads the whole stream and takes its "
+        "rows of each step, so a step sees the same rows on any number of GPUs, and a resume goes on at the next row "
+        "after reading one buffer again. A bad record stops the run when it is met: on_bad_record: skip suits a long "
+        "stream.",
+    )
+    shuffle_buffer: Annotated[int, Field(ge=1)] = Field(
+        default=10_000,
+        description="Records that streaming shuffles and packs together; costs about 5 bytes of host memory a token in "
+        "each process, three times over. Larger shuffles better and makes a resume read more again.",
     )
     workers: Annotated[int, Field(ge=0)] = Field(
         default=2,

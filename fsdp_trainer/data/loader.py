@@ -251,7 +251,7 @@ def prefetched(source: Iterator[Item], *, depth: int) -> Generator[Item, None, N
         while not closed.is_set():
             with suppress(queue.Full):
                 waiting.put(item, timeout=0.1)  # a bounded wait: the consumer may close while the queue is full
-                return True
+                return not closed.is_set()
         return False
 
     def work() -> None:
@@ -272,6 +272,8 @@ def prefetched(source: Iterator[Item], *, depth: int) -> Generator[Item, None, N
             yield item
     finally:
         closed.set()
+        with suppress(queue.Empty):  # whoever waits to put something finds room at once
+            waiting.get_nowait()
         thread.join()
         if isinstance(source, Generator):
             source.close()  # it may hold threads, processes and files of its own

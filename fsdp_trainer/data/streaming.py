@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _CHUNK_RECORDS = 256
 _SHOWN_RECORDS = 1000  # read before training, to show what the stream holds
 _EDGE_BYTES = 1 << 20
+_NO_ROWS = Rows(np.empty(0, np.int32), np.empty(0, bool), np.zeros(1, np.int64), np.zeros(1, np.int64))
 
 
 @dataclass(frozen=True)
@@ -118,10 +119,11 @@ def stream_windows(
 
     The next buffer is made in a thread while one is used; threads and worker processes end with the generator.
     """
-    if (start > 0) != (resume_at is not None):
+    known = len(resume_at["sources"]) if resume_at else 0
+    if known != (len(stream.sources) if start else 0):
         raise CheckpointError(
-            "The checkpoint does not say where its data stream stood.",
-            values=f"step {start}",
+            "The checkpoint does not say where the sources of this data stream stood.",
+            values=f"step {start}, places of {known} sources for the {len(stream.sources)} of data.train",
             fix="resume with the settings it was saved with, or start afresh in another output_dir",
         )
 
@@ -199,7 +201,7 @@ class _Cursor:
 
     def take(self, count: int) -> Iterator[Rows]:
         while count:
-            if self._row == self._buffer.rows.n_rows:
+            while self._row == self._buffer.rows.n_rows:
                 self._counts += _count(self._buffer.parts)
                 self._buffer, self._row = next(self._buffers), 0
                 self._note()
@@ -244,7 +246,7 @@ def _count(parts: Sequence[Encoded]) -> Counter:
 
 
 def _buffers(stream: RowStream, source: Source, *, place: Place) -> Generator[_Buffer, None, None]:
-    """Yield the buffers of a source from a place on, epoch after epoch without end; empty ones are left out."""
+    """Yield the buffers of a source from a place on, epoch after epoch without end; one may be without rows."""
     parts: list[Encoded] = []
     found, whole = False, place == Place(epoch=place.epoch)
     # One buffer ahead, by chunks: whoever stops the run waits for one chunk, not for a buffer.
@@ -255,9 +257,9 @@ def _buffers(stream: RowStream, source: Source, *, place: Place) -> Generator[_B
             parts.append(part)
             if (after.epoch, after.buffer) == (place.epoch, place.buffer):
                 continue
-            if any(len(some.lengths) for some in parts):
-                found = True
-                yield _Buffer(place, _shuffled(parts, stream=stream, place=place), parts)
+            buffer = _Buffer(place, _shuffled(parts, stream=stream, place=place), parts)
+            found = found or buffer.rows.n_rows > 0
+            yield buffer
             if after.epoch != place.epoch:
                 if whole and not found:
                     raise nothing_left(source.files, parts=parts, split="train")
@@ -273,6 +275,8 @@ def _refuse_bad(part: Encoded, *, data: DataConfig) -> None:
 def _shuffled(parts: Sequence[Encoded], *, stream: RowStream, place: Place) -> Rows:
     """Pack a buffer's documents and put its rows into the order in which they are met."""
     data = stream.data
+    if not any(len(part.lengths) for part in parts):
+        return _NO_ROWS
     rows = arrange(parts, seq_len=data.seq_len, packing=data.packing)
     return rows.take(
         permutation(rows.n_rows, seed=stream.seed, epoch=place.epoch, shuffle=data.shuffle, stream=place.buffer + 1)
