@@ -38,12 +38,11 @@ from fsdp_trainer.config_sections import (
     OptimConfig,
     ProfileConfig,
     ScheduleConfig,
-    Section,
     ShardingConfig,
     SourceConfig,
-    Text,
     TrainConfig,
 )
+from fsdp_trainer.config_types import Section, Text
 
 __all__ = [
     "COLUMNS",

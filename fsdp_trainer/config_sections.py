@@ -5,64 +5,21 @@ The names and defaults are the public contract; rules that look at more than one
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from fsdp_trainer.config_reading import NEEDS_REPLICAS, Takes
-
-STRATEGY_STAGES = {"NO_SHARD": 0, "SHARD_OPT": 1, "SHARD_GRAD_OP": 2, "FULL_SHARD": 3, "HYBRID_SHARD": 3}
-
-
-class Section(BaseModel):
-    """What every section shares: frozen, unknown keys refused, and no value converted behind the user's back."""
-
-    # strict: pydantic would otherwise read "false", "off" and 0 as booleans and "3" as a number.
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=False)
-
-
-def _tuple_from_list(value: Any) -> Any:
-    """Lists of the file become tuples, so that a frozen config cannot be changed through one of its values."""
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _stage_from_name(value: Any) -> Any:
-    """Turn a strategy name or a stage written as text into its number."""
-    if not isinstance(value, str):
-        return value
-    name = value.strip().upper()
-    if name in STRATEGY_STAGES:
-        return STRATEGY_STAGES[name]
-    if name in {"0", "1", "2", "3"}:
-        return int(name)
-    return value
-
-
-def _zero_is_off(value: Any) -> Any:
-    """Read a clipping norm of 0 as "off", what other tools write; clipping to 0 would stop all learning."""
-    return None if not isinstance(value, bool) and value == 0 else value
-
-
-def _allow_names(schema: dict[str, Any]) -> None:
-    """Say in the JSON Schema what the validator accepts, so that an editor does not mark a strategy name as wrong."""
-    number = {key: schema.pop(key) for key in ("type", "minimum", "maximum")}
-    schema["anyOf"] = [number, {"enum": list(STRATEGY_STAGES)}]
-
-
-Stage = Annotated[
-    int,
-    Field(ge=0, le=3, json_schema_extra=_allow_names),
-    BeforeValidator(_stage_from_name),
-    Takes(f"0, 1, 2 or 3, or one of the names {', '.join(STRATEGY_STAGES)}"),
-]
-Text = Annotated[str, Field(min_length=1)]
-Texts = Annotated[tuple[Text, ...], BeforeValidator(_tuple_from_list)]
-SomeTexts = Annotated[tuple[Text, ...], Field(min_length=1), BeforeValidator(_tuple_from_list)]
-Steps = Annotated[int, Field(ge=1)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_tuple_from_list)]
-Tracker = Literal[
-    "tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab", "trackio"
-]  # the names accelerate.utils.LoggerType of Accelerate 1.15 knows, without "all": name what you want
+from fsdp_trainer.config_types import (
+    Betas,
+    Section,
+    Stage,
+    Steps,
+    Text,
+    Texts,
+    Tracker,
+    tuple_from_list,
+    zero_is_off,
+)
 
 
 class ModelConfig(Section):
@@ -122,7 +79,7 @@ class SourceConfig(Section):
     subset: Text | None = Field(default=None, description="Subset of a hub data set; null takes its default.")
 
 
-SomeSources = Annotated[tuple[Text | SourceConfig, ...], Field(min_length=1), BeforeValidator(_tuple_from_list)]
+SomeSources = Annotated[tuple[Text | SourceConfig, ...], Field(min_length=1), BeforeValidator(tuple_from_list)]
 _SOURCES = Takes("a path, a mapping {path, weight, split, subset}, or a list of these")
 _HELD_OUT = Takes("a share above 0 and below 1, a path, a mapping {path, split, subset}, or a list of these")
 
@@ -327,7 +284,7 @@ class OptimConfig(Section):
         description="Parameters that weight decay leaves alone: the kinds norm, bias and embedding. Only has an effect "
         "with weight_decay above 0.",
     )
-    max_grad_norm: Annotated[Annotated[float, Field(ge=0)] | None, BeforeValidator(_zero_is_off)] = Field(
+    max_grad_norm: Annotated[Annotated[float, Field(ge=0)] | None, BeforeValidator(zero_is_off)] = Field(
         default=1.0,
         description="Scale gradients down so that their global norm over all ranks is at most this; null or 0 is off. "
         "1.0 keeps one odd batch from undoing many steps.",
@@ -474,7 +431,7 @@ class LogConfig(Section):
     """What is written and shown while training."""
 
     every_steps: Steps = Field(default=1, description="Optimizer steps between log lines and rows of metrics.jsonl.")
-    trackers: Annotated[tuple[Tracker, ...], BeforeValidator(_tuple_from_list)] = Field(
+    trackers: Annotated[tuple[Tracker, ...], BeforeValidator(tuple_from_list)] = Field(
         default=(),
         description="Accelerate trackers to write to as well, such as [tensorboard], the one that is tested.",
     )

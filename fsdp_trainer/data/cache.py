@@ -13,7 +13,7 @@ import xxhash
 
 from fsdp_trainer.config import DataConfig
 from fsdp_trainer.data.chat import read_chat_template
-from fsdp_trainer.data.sources import Named, resolve_sources
+from fsdp_trainer.data.sources import Named, resolve_paths, resolve_sources
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,6 +30,11 @@ def evaluation_source(data: DataConfig) -> Named | None:
 def evaluation_share(data: DataConfig) -> float | None:
     """Return the share of `data.train` that evaluates; None where evaluation has files of its own or none."""
     return data.eval if isinstance(data.eval, float) else None
+
+
+def compares_with_training(data: DataConfig, *, split: Split) -> bool:
+    """Tell whether the report of these rows counts the records that train as well, for which `data.train` is read."""
+    return split == "eval" and evaluation_share(data) is None and not data.streaming
 
 
 def cache_path(
@@ -49,6 +54,9 @@ def cache_path(
         "version": (_CACHE_FORMAT, transformers.__version__),
         "files": [_file_hash(path) for path in paths],
         "sources": [len(one.files) for one in sources],  # each is packed apart; how they are mixed changes no row
+        "train": [_file_hash(path) for path in resolve_paths(data.train)]
+        if compares_with_training(data, split=split)
+        else None,
         "names": [str(path) for path in paths],  # they stand in the report's messages
         "tokenizer": _tokenizer_hash(tokenizer),
         "chat_template": read_chat_template(data.chat_template, tokenizer=tokenizer),

@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from fsdp_trainer.config import DataConfig
-from fsdp_trainer.data.cache import Split, cache_path, evaluation_share
+from fsdp_trainer.data.cache import Split, cache_path, compares_with_training, evaluation_share
 from fsdp_trainer.data.chat import read_chat_template
 from fsdp_trainer.data.encode import Encoded, Encoder, build_encoder, encode_examples
 from fsdp_trainer.data.order import share_rows
@@ -153,11 +153,14 @@ def build_rows(
     if share := evaluation_share(data):
         held_out = _held_out_digests(read(resolve_paths(source)), share=share, seed=seed)
 
+    digests: set[int] = set()
     encoded: list[list[Encoded]] = [[] for _ in sources]
     for one, parts in zip(sources, encoded, strict=True):
         examples = read(one.files)
         if held_out is not None:
             examples = _on_side(examples, split, held_out=held_out)
+        if compares_with_training(data, split=split):
+            examples = _noted(examples, digests)
         for part in encode_all(examples, encoder=encoder, workers=data.workers):
             if part.bad and data.on_bad_record == "error":
                 raise part.bad[0].error()
@@ -170,7 +173,15 @@ def build_rows(
         raise nothing_left(resolve_paths(source), parts=together, split=split)
     rows = [arrange(parts, seq_len=data.seq_len, packing=data.packing) for parts in encoded if _has_documents(parts)]
     joined = rows[0] if len(sources) == 1 else join_rows(rows)
-    return joined, report_on(joined, together, data=data, encoder=encoder)
+    report = report_on(joined, together, data=data, encoder=encoder)
+    if (
+        leaked := sum(example.digest in digests for example in _examples(read(resolve_paths(data.train))))
+        if digests
+        else 0
+    ):
+        warning = f"{leaked:,} records of data.train also stand in data.eval: the loss there says less about new data"
+        report = replace(report, warnings=(*report.warnings, warning))
+    return joined, report
 
 
 def _has_documents(parts: Sequence[Encoded]) -> bool:
@@ -216,12 +227,23 @@ def _on_side(
             yield example
 
 
+def _noted(examples: Iterator[Example | BadRecord], digests: set[int]) -> Iterator[Example | BadRecord]:
+    for example in examples:
+        if isinstance(example, Example):
+            digests.add(example.digest)
+        yield example
+
+
+def _examples(records: Iterable[Example | BadRecord]) -> Iterator[Example]:
+    return (record for record in records if isinstance(record, Example))
+
+
 def _held_out_digests(examples: Iterable[Example | BadRecord], *, share: float, seed: int) -> set[int]:
     """Choose which records evaluate: the share with the smallest seeded hashes of their content.
 
     By content, not by place: a record that stands twice falls on one side with both copies, so nothing leaks.
     """
-    digests = {example.digest for example in examples if isinstance(example, Example)}
+    digests = {example.digest for example in _examples(examples)}
     drawn = sorted(digests, key=lambda digest: xxhash.xxh3_64_intdigest(digest.to_bytes(8, "little"), seed=seed))
     held_out = set(drawn[: max(1, round(share * len(drawn)))])
     if len(held_out) == len(drawn):

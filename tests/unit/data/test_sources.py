@@ -383,9 +383,7 @@ def test_a_folder_that_datasets_saved(tmp_path: Path):
 
 
 def test_a_hub_id_that_cannot_be_reached(monkeypatch):
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match="no-such-organisation/none, split validation"):
         resolve_paths(SourceConfig(path="no-such-organisation/none", split="validation"))
 

@@ -74,7 +74,7 @@ def tokens_of(window: Window) -> list[tuple[int, ...]]:
 
 def names(found: Sequence[Window]) -> list[list[str]]:
     """The questions met in each window, sorted."""
-    texts = [TOKENIZER.decode([token for row in tokens_of(window) for token in row]) for window in found]
+    texts = [str(TOKENIZER.decode([token for row in tokens_of(window) for token in row])) for window in found]
     return [sorted(part.split(" ")[0] for part in text.split("<|im_end|>") if part) for text in texts]
 
 
