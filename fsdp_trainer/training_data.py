@@ -97,7 +97,7 @@ def load_training_data(config: Config, *, is_writer: bool, show: bool) -> Traini
         generation_config=load_generation_config(config.model),
         pad_token_id=_pad_token_id(tokenizer),
         steps_per_epoch=None if stream else steps_per_epoch(train.n_rows, global_batch_size=batch),
-        digest=stream_digest(stream, first=_digest(train)) if stream else _digest(train),
+        digest=stream_digest(stream, first=identify_rows(train)) if stream else identify_rows(train),
     )
 
 
@@ -167,7 +167,8 @@ def _pad_token_id(tokenizer: Any) -> int:
     return 0
 
 
-def _digest(rows: Rows) -> str:
+def identify_rows(rows: Rows) -> str:
+    """Return a digest of prepared rows and, where they are mixed, of the weights: what the order of rows rests on."""
     digest = xxhash.xxh3_128()
     for array in (rows.tokens, rows.supervised, rows.document_starts, rows.row_documents):
         digest.update(np.ascontiguousarray(array).view(np.uint8).data)

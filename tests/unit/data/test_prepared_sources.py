@@ -13,6 +13,7 @@ from fsdp_trainer.data.cache import cache_path
 from fsdp_trainer.data.order import rows_of_epoch
 from fsdp_trainer.data.prepare import prepare_rows
 from fsdp_trainer.errors import DataError
+from fsdp_trainer.training_data import identify_rows
 from tests.unit.data.files import write_any
 
 TOOLS = (
@@ -151,6 +152,7 @@ def test_another_weight_needs_no_new_rows(tmp_path, tokenizer):
     )
     assert np.array_equal(rows.tokens, again.tokens)
     assert again.weights == (1.0, 1.0)
+    assert identify_rows(rows) != identify_rows(again)  # but a resume with another weight meets other rows
 
 
 def test_without_weights_the_same_files_are_packed_together(tmp_path, tokenizer):
