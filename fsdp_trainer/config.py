@@ -24,6 +24,7 @@ from fsdp_trainer.config_reading import (
     translate_errors,
 )
 from fsdp_trainer.config_sections import (
+    COLUMNS,
     ActivationCheckpointingConfig,
     BatchConfig,
     CheckpointConfig,
@@ -37,13 +38,14 @@ from fsdp_trainer.config_sections import (
     OptimConfig,
     ProfileConfig,
     ScheduleConfig,
-    Section,
     ShardingConfig,
-    Text,
+    SourceConfig,
     TrainConfig,
 )
+from fsdp_trainer.config_types import Section, Text
 
 __all__ = [
+    "COLUMNS",
     "ActivationCheckpointingConfig",
     "BatchConfig",
     "CheckpointConfig",
@@ -60,6 +62,7 @@ __all__ = [
     "ScheduleConfig",
     "Section",
     "ShardingConfig",
+    "SourceConfig",
     "TrainConfig",
 ]
 

@@ -5,6 +5,7 @@ text here: nobody can end a turn or open another by writing its marker.
 """
 
 import re
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 # Plane 16 of Unicode is private use; icon fonts use the other private ranges.
 _FIRST_HIDDEN, _LAST_HIDDEN = 0x10F000, 0x10FFFD
+_SWITCH = threading.Lock()  # a tokenizer's switch for control tokens is its own, and threads of one process share it
 _HIDDEN = re.compile(f"([{chr(_FIRST_HIDDEN)}-{chr(_LAST_HIDDEN)}])")
 
 
@@ -99,8 +101,10 @@ class TextTokenizer:
 
     def _encode(self, texts: list[str], *, as_text: bool = False) -> list[list[int]]:
         if isinstance(self.backend, Tokenizer):
-            self.backend.encode_special_tokens = as_text
-            return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+            with _SWITCH:
+                self.backend.encode_special_tokens = as_text
+                encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+            return [encoding.ids for encoding in encodings]
         options = {"add_special_tokens": False, "verbose": False, "split_special_tokens": as_text}
         return cast("list[list[int]]", self.backend(texts, **options)["input_ids"])
 

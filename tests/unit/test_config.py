@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from ruamel.yaml import YAML
@@ -362,6 +362,7 @@ def test_clipping_off(value: Any) -> None:
 NAMES = st.text(min_size=1, max_size=30).filter(lambda text: "\x00" not in text and text.isprintable())
 
 
+@settings(deadline=None)
 @given(
     lr=st.floats(1e-12, 1e3, allow_subnormal=False),
     eps=st.floats(1e-30, 1.0),
