@@ -195,7 +195,8 @@ def compare(*, rounds: int, peer_python: str) -> str:
     }
     for side, row in medians.items():
         lines.append(
-            f"| {side} | {row['seconds']:.2f} | {row['cpu_seconds']:.2f} | {row['tokens'] / row['seconds']:,.0f} | {row['peak_gib']:.2f} GiB | "
+            f"| {side} | {row['seconds']:.2f} | {row['cpu_seconds']:.2f} | {row['tokens'] / row['seconds']:,.0f} | "
+            f"{row['peak_gib']:.2f} GiB | "
             f"{row['tokens']:,.0f} | {row['supervised']:,.0f} | {row['rows']:,.0f} |"
         )
     faster = medians["trl"]["seconds"] / medians["ours"]["seconds"]
@@ -233,8 +234,8 @@ def main() -> None:
         return
     table = compare(rounds=words.rounds, peer_python=words.peer_python)
     text = (
-        f"\n## Preparing data, {datetime.date.today()}\n\n`python -m benchmarks.data`: {CONVERSATIONS:,} conversations, "
-        f"{words.rounds} rounds in turn, medians. {versions(words.peer_python)}\n\n{table}\n"
+        f"\n## Preparing data, {datetime.date.today()}\n\n`python -m benchmarks.data`: {CONVERSATIONS:,} "
+        f"conversations, {words.rounds} rounds in turn, medians. {versions(words.peer_python)}\n\n{table}\n"
     )
     print(text)
     if words.write:

@@ -29,6 +29,7 @@ PARTS = {
     "saving": "training",
     "rank_watch": "training",
     "training_data": "training",
+    "preview": "training",
     "demo": "cli",
     "training": "training",
     "memory.planner": "planner",

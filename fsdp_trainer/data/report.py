@@ -51,7 +51,11 @@ class DataReport:
     warnings: tuple[str, ...]
 
     def format_lines(self) -> list[str]:
-        """Return the log's lines, one a fact."""
+        """Return the log's lines: one a fact, then the warnings."""
+        return self.format_facts() + [f"warning: {warning}" for warning in self.warnings]
+
+    def format_facts(self) -> list[str]:
+        """Return the counts, one line a fact."""
         packed = "" if self.packing_efficiency is None else f", {self.packing_efficiency:.1%} full"
         lines = [
             f"{_count(self.records, 'record')} gave {_count(self.documents, 'document')} in "
@@ -68,8 +72,7 @@ class DataReport:
         lines += [f"{_count(count, 'record')} dropped: {reason}" for reason, count in self.dropped.items()]
         lines += [f"{_count(count, 'bad record')} skipped: {kind}" for kind, count in self.skipped.items()]
         lines += [f"  {example}" for example in self.skipped_examples]
-        lines += [f"{kind}: {count:,}" for kind, count in self.notes.items()]
-        return lines + [f"warning: {warning}" for warning in self.warnings]
+        return lines + [f"{kind}: {count:,}" for kind, count in self.notes.items()]
 
 
 def build_report(
