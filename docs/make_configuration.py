@@ -53,6 +53,8 @@ def _format_table(properties: dict[str, Any]) -> str:
 def _format_kind(field: dict[str, Any]) -> str:
     if "anyOf" in field:
         return ", or ".join(_format_kind(option) for option in field["anyOf"])
+    if "$ref" in field:
+        return "mapping"
     if "enum" in field or "const" in field:
         return ", ".join(f"`{value}`" for value in field.get("enum", [field.get("const")]))
     kind = str(field.get("type", "value"))

@@ -5,8 +5,11 @@ Transformers builds no mask at all (masking_utils.py, `_preprocess_mask_argument
 the host and one document per row keeps the causal fast path without a mask.
 """
 
+import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,7 +19,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fsdp_trainer.errors import ConfigError
 
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # not in every build of torch
+    varlen_attn = None
+
 SDPA, EAGER = "document_sdpa", "document_eager"
+_VARLEN_ARGUMENTS = {"scale", "window_size", "enable_gqa"}  # the first releases had other names
+_VARLEN_HEAD_DIM = 256  # the widest head of the flash kernels
 
 
 class Documents:
@@ -31,6 +41,7 @@ class Documents:
         self.ids, self.lengths = ids, lengths
         self.calls = 0  # of this trainer's attention
         self._masks: dict[int | None, torch.Tensor | None] = {}
+        self._borders: torch.Tensor | None = None
 
     def allowed(self, *, length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
         """Return a bool mask [batch or 1, 1, length, length], True where a query may look, or None for plain causal."""
@@ -54,12 +65,27 @@ class Documents:
         """Return the documents' lengths where attending to each on its own is the faster way, else None.
 
         On CPU a kernel with a mask still computes every pair of the row: a row of 512 tokens in documents of 24 to 160
-        took 22 % of a step. On a GPU a launch a document and layer would cost more than it saves.
+        took 22 % of a step. On a GPU a launch a document and layer would cost more than it saves; `borders` is for it.
         """
         if device.type != "cpu" or self.lengths is None:
             return None
-        longest = max(length for row in self.lengths for length in row)
-        return self.lengths if window is None or longest <= window else None
+        return self.lengths if window is None or self.longest() <= window else None
+
+    def borders(self, *, device: torch.device) -> torch.Tensor:
+        """Return where documents start in the rows laid end to end, and the end: int32 [documents + 1] on the device.
+
+        Made on the host from `lengths` and copied once a forward, so the device is not waited for.
+        """
+        assert self.lengths is not None
+        if self._borders is None:
+            starts = accumulate((length for row in self.lengths for length in row), initial=0)
+            self._borders = torch.tensor(list(starts), dtype=torch.int32).to(device, non_blocking=True)
+        return self._borders
+
+    def longest(self) -> int:
+        """Count the tokens of the longest document."""
+        assert self.lengths is not None
+        return max(length for row in self.lengths for length in row)
 
 
 def _allowed(module: nn.Module, query: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -96,7 +122,72 @@ def document_sdpa(
         documents.calls += 1
         del kwargs["documents"]
         return _attend_one_by_one(module, query, key, value, lengths, kwargs), None
+    if documents is not None and fits_varlen(query, value, documents, kwargs):
+        documents.calls += 1
+        scale = kwargs.get("scaling")
+        return attend_varlen(query, key, value, documents, window=window, scale=scale, kernel=varlen_attn), None
     return sdpa_attention_forward(module, query, key, value, _allowed(module, query, kwargs), **kwargs)
+
+
+@lru_cache
+def _has_flash(device_index: int) -> bool:
+    # Without a GPU these are the fake tensors of a plan, which is made for cards that have the kernels.
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device_index) >= (8, 0)
+
+
+@lru_cache
+def _has_varlen() -> bool:
+    return varlen_attn is not None and set(inspect.signature(varlen_attn).parameters) >= _VARLEN_ARGUMENTS
+
+
+def fits_varlen(query: torch.Tensor, value: torch.Tensor, documents: Documents, kwargs: dict[str, Any]) -> bool:
+    """Tell whether torch's variable-length kernel can attend here: half precision on a GPU from Ampere on.
+
+    It reads each document alone, so a packed row costs the pairs inside its documents and no mask is held.
+    """
+    return (
+        documents.lengths is not None
+        and query.device.type == "cuda"
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] == value.shape[-1] <= _VARLEN_HEAD_DIM
+        and query.shape[-1] % 8 == 0
+        and not kwargs.get("dropout")
+        and kwargs.get("softcap") is None
+        and kwargs.get("position_bias") is None
+        and _has_varlen()
+        and _has_flash(query.device.index or 0)
+    )
+
+
+def attend_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: Documents,
+    *,
+    window: int | None,
+    scale: float | None,
+    kernel: Callable[..., Any],
+) -> torch.Tensor:
+    """Attend with a kernel of `torch.nn.attention.varlen.varlen_attn`'s signature; returns [batch, seq, heads, dim].
+
+    query [batch, heads, seq, dim]; key and value may have fewer heads. A window of w keeps the w newest tokens, the
+    query's own included, which the kernel calls (w - 1, 0).
+    """
+    batch, heads, length, _ = query.shape
+    borders, longest = documents.borders(device=query.device), documents.longest()
+    window = None if window is None or window >= longest else window
+    output = kernel(
+        *(tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)),
+        borders,
+        borders,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=key.shape[1] != heads,
+    )
+    return output.unflatten(0, (batch, length))
 
 
 def _attend_one_by_one(

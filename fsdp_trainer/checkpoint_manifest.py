@@ -24,7 +24,10 @@ _NO_DIGEST = "0" * 32
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come. Data are a pure function of `step`, the learning rate of `optimizer_steps`."""
+    """How far a run has come. Data are a pure function of `step`, the learning rate of `optimizer_steps`.
+
+    Of a data stream, which has no such function, `stream` says where the next window begins.
+    """
 
     step: int = 0  # optimizer windows consumed, whether or not they moved the weights
     optimizer_steps: int = 0
@@ -32,6 +35,7 @@ class Progress:
     consecutive_skipped: int = 0
     tokens_seen: int = 0
     supervised_tokens_seen: int = 0
+    stream: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from fsdp_trainer.config import Config
 from fsdp_trainer.config_reading import check_command_flags
 from fsdp_trainer.errors import ConfigError, FsdpTrainerError
 from fsdp_trainer.launch import launch
-from fsdp_trainer.progress import log_error
+from fsdp_trainer.progress import log_error, log_line, make_console
 
 app = typer.Typer(
     name="fsdp-trainer",
@@ -79,6 +79,37 @@ def train(
     settings = Config.load(config, words)
     arguments = ["--config", str(config)] if config is not None else []
     raise typer.Exit(launch(settings, arguments=[*arguments, *words], profile=profile, processes=processes))
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="Settings are given as for `train`; nothing is trained and no weight is loaded.",
+)
+def data(
+    context: typer.Context,
+    config: Annotated[Path | None, typer.Option(help="Settings file (YAML).", metavar="RUN.YAML")] = None,
+    rows: Annotated[int, typer.Option(help="Rows to show, spread over the data.", min=0, metavar="N")] = 2,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the records' lengths into a picture (.png, .svg, .pdf).", metavar="FILE")
+    ] = None,
+    write: Annotated[bool, typer.Option("--write", help="Keep the prepared rows for the run.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the counts as JSON and nothing else.")] = False,
+) -> None:
+    """Show what a run would train on: counts, lengths, rows with their targets, and what looks wrong."""
+    flags = ("--config", "--rows", "--plot", "--write", "--json")
+    check_command_flags(context.args, root=Config, flags=flags)
+    settings = Config.load(config, context.args)
+    # Imported here: help and errors about settings answer without torch.
+    from fsdp_trainer.preview import preview_data, save_plot
+
+    with preview_data(settings, write=write, show=not as_json) as preview:
+        if as_json:
+            print(json.dumps(preview.to_dict(), indent=2))
+        else:
+            for line in preview.format_lines(samples=rows, colour=make_console().is_terminal):
+                log_line(line)
+        if plot is not None:
+            save_plot(preview, plot)
 
 
 @app.command()

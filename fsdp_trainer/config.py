@@ -26,6 +26,7 @@ from fsdp_trainer.config_reading import (
     translate_errors,
 )
 from fsdp_trainer.config_sections import (
+    COLUMNS,
     ActivationCheckpointingConfig,
     BatchConfig,
     CheckpointConfig,
@@ -39,13 +40,14 @@ from fsdp_trainer.config_sections import (
     OptimConfig,
     ProfileConfig,
     ScheduleConfig,
-    Section,
     ShardingConfig,
-    Text,
+    SourceConfig,
     TrainConfig,
 )
+from fsdp_trainer.config_types import Section, Text
 
 __all__ = [
+    "COLUMNS",
     "ActivationCheckpointingConfig",
     "BatchConfig",
     "CheckpointConfig",
@@ -62,6 +64,7 @@ __all__ = [
     "ScheduleConfig",
     "Section",
     "ShardingConfig",
+    "SourceConfig",
     "TrainConfig",
 ]
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from fsdp_trainer.config_reading import Problem, format_value
+from fsdp_trainer.config_sections import COLUMNS
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.resume_rules import RULES, find_unknown_waivers, refused_names
 from fsdp_trainer.units import format_number
@@ -30,6 +31,8 @@ def find_conflicts(config: "Config") -> list[Problem]:
         _optim,
         _schedule,
         _data,
+        _sources,
+        _streaming,
         _evaluation,
         _batch,
         _folders,
@@ -66,13 +69,6 @@ def _no_effect(config: "Config", path: str, *, because: str, fix: str, others: t
 
 # Settings of the contract whose technique is not there yet: name, which values, what to set until then.
 _LATER: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("data.columns", lambda value: value != {}, "data.columns: {} and rename the keys in the file"),
-    (
-        "data.format",
-        lambda value: value in {"alpaca", "sharegpt"},
-        "data.format: messages or prompt_completion and convert the file",
-    ),
-    ("data.on_too_long", lambda value: value == "split", "data.on_too_long: truncate, drop or error"),
     ("sharding.offload", lambda value: value == "optimizer", "sharding.offload: params or none"),
     ("precision", lambda value: value == "bf16_pure", "precision: bf16"),
     (
@@ -213,7 +209,7 @@ def _data(config: "Config") -> Iterator[Problem]:
             ("data.on_too_long", "data.packing"),
         )
     if config.data.format == "text":
-        for path in ("data.train_on", "data.chat_template"):
+        for path in ("data.train_on", "data.chat_template", "data.sanitize_control_tokens"):
             yield from _no_effect(
                 config,
                 path,
@@ -221,6 +217,70 @@ def _data(config: "Config") -> Iterator[Problem]:
                 fix=f"set data.format: messages, or leave out {path}",
                 others=("data.format",),
             )
+
+
+def _sources(config: "Config") -> Iterator[Problem]:
+    weights = [getattr(entry, "weight", None) for entry in _entries(config.data.train)]
+    if None in weights and any(weights):
+        yield Problem(
+            "some sources of data.train have a weight and some have none",
+            _show(config, "data.train"),
+            "give each source a weight, or none",
+            ("data.train",),
+        )
+    if len(weights) == 1 and any(weights):
+        yield Problem(
+            "a weight has no effect on a single source",
+            _show(config, "data.train"),
+            "leave it out, or mix the source with another",
+            ("data.train",),
+        )
+    if any(getattr(entry, "weight", None) for entry in _entries(config.data.eval)):
+        yield Problem(
+            "evaluation takes every row once, so weights have no effect on data.eval",
+            _show(config, "data.eval"),
+            "leave the weights out",
+            ("data.eval",),
+        )
+    for name in config.data.columns:
+        if name not in COLUMNS:
+            near = difflib.get_close_matches(name, COLUMNS, n=1)
+            yield Problem(
+                f"data.columns gives a column the name {name!r}, which no format has",
+                _show(config, "data.columns"),
+                f"did you mean {near[0]}?" if near else f"the left side is one of {', '.join(COLUMNS)}",
+                ("data.columns",),
+            )
+
+
+def _entries(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _streaming(config: "Config") -> Iterator[Problem]:
+    if not config.data.streaming:
+        yield from _no_effect(
+            config,
+            "data.shuffle_buffer",
+            because="without streaming, which shuffles all rows",
+            fix="set data.streaming: true, or leave out data.shuffle_buffer",
+            others=("data.streaming",),
+        )
+        return
+    if config.train.max_steps is None:
+        yield Problem(
+            "a stream has no known end, so the number of steps must be said",
+            _show(config, "data.streaming", "train.max_steps"),
+            "set train.max_steps",
+            ("data.streaming", "train.max_steps"),
+        )
+    if isinstance(config.data.eval, float):
+        yield Problem(
+            "a share cannot be held out of a stream: it is taken from all records at once",
+            _show(config, "data.eval", "data.streaming"),
+            "name a file of its own in data.eval, or set data.streaming: false",
+            ("data.eval", "data.streaming"),
+        )
 
 
 def _evaluation(config: "Config") -> Iterator[Problem]:

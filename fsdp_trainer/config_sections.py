@@ -5,64 +5,21 @@ The names and defaults are the public contract; rules that look at more than one
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from fsdp_trainer.config_reading import NEEDS_REPLICAS, Takes
-
-STRATEGY_STAGES = {"NO_SHARD": 0, "SHARD_OPT": 1, "SHARD_GRAD_OP": 2, "FULL_SHARD": 3, "HYBRID_SHARD": 3}
-
-
-class Section(BaseModel):
-    """What every section shares: frozen, unknown keys refused, and no value converted behind the user's back."""
-
-    # strict: pydantic would otherwise read "false", "off" and 0 as booleans and "3" as a number.
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=False)
-
-
-def _tuple_from_list(value: Any) -> Any:
-    """Lists of the file become tuples, so that a frozen config cannot be changed through one of its values."""
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _stage_from_name(value: Any) -> Any:
-    """Turn a strategy name or a stage written as text into its number."""
-    if not isinstance(value, str):
-        return value
-    name = value.strip().upper()
-    if name in STRATEGY_STAGES:
-        return STRATEGY_STAGES[name]
-    if name in {"0", "1", "2", "3"}:
-        return int(name)
-    return value
-
-
-def _zero_is_off(value: Any) -> Any:
-    """Read a clipping norm of 0 as "off", what other tools write; clipping to 0 would stop all learning."""
-    return None if not isinstance(value, bool) and value == 0 else value
-
-
-def _allow_names(schema: dict[str, Any]) -> None:
-    """Say in the JSON Schema what the validator accepts, so that an editor does not mark a strategy name as wrong."""
-    number = {key: schema.pop(key) for key in ("type", "minimum", "maximum")}
-    schema["anyOf"] = [number, {"enum": list(STRATEGY_STAGES)}]
-
-
-Stage = Annotated[
-    int,
-    Field(ge=0, le=3, json_schema_extra=_allow_names),
-    BeforeValidator(_stage_from_name),
-    Takes(f"0, 1, 2 or 3, or one of the names {', '.join(STRATEGY_STAGES)}"),
-]
-Text = Annotated[str, Field(min_length=1), Takes("non-empty text")]
-Texts = Annotated[tuple[Text, ...], BeforeValidator(_tuple_from_list)]
-SomeTexts = Annotated[tuple[Text, ...], Field(min_length=1), BeforeValidator(_tuple_from_list)]
-Steps = Annotated[int, Field(ge=1)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_tuple_from_list)]
-Tracker = Literal[
-    "tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab", "trackio"
-]  # the names accelerate.utils.LoggerType of Accelerate 1.15 knows, without "all": name what you want
+from fsdp_trainer.config_types import (
+    Betas,
+    Section,
+    Stage,
+    Steps,
+    Text,
+    Texts,
+    Tracker,
+    tuple_from_list,
+    zero_is_off,
+)
 
 
 class ModelConfig(Section):
@@ -108,27 +65,56 @@ class ModelConfig(Section):
     )
 
 
+# The names that formats.py looks for in a record.
+COLUMNS = ("messages", "conversations", "prompt", "completion", "instruction", "output", "text")
+COLUMNS += ("tools", "system", "input", "history")
+
+
+class SourceConfig(Section):
+    """One source of data, where it takes more than a path to say."""
+
+    path: Text = Field(description="A file, a folder or a hub id.")
+    weight: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="Its share of the rows of an epoch, relative to the other sources' weights."
+    )
+    split: Text | None = Field(default=None, description="Split of a hub data set; null takes train.")
+    subset: Text | None = Field(default=None, description="Subset of a hub data set; null takes its default.")
+
+
+SomeSources = Annotated[tuple[Text | SourceConfig, ...], Field(min_length=1), BeforeValidator(tuple_from_list)]
+_SOURCES = Takes("a path, a mapping {path, weight, split, subset}, or a list of these")
+_HELD_OUT = Takes("a share above 0 and below 1, a path, a mapping {path, split, subset}, or a list of these")
+
+
 class DataConfig(Section):
     """What is trained on, and how records become rows of tokens."""
 
-    train: Text | SomeTexts = Field(
+    train: Annotated[Text | SourceConfig | SomeSources, _SOURCES] = Field(
         default="data/train.jsonl",
-        description="Training data: a JSONL file, a list of files, a folder, or a hub id.",
+        description="Training data: a file (JSONL, a JSON array, Parquet, CSV, TSV, Arrow, or plain text, which is one "
+        "record a file; each also as .gz or .zst), a folder of them, a folder that datasets saved, a hub id "
+        "({path, subset, split} where it has several), or a list of these. A list of {path, weight} mixes its sources "
+        "by rows: an epoch has as many rows as all sources together, of which each source gives its weight's share, "
+        "from its own shuffled rows in turn (some twice where it is short, some only in a later epoch where it is "
+        "long).",
     )
-    eval: Text | SomeTexts | Annotated[float, Field(gt=0, lt=1)] | None = Field(
+    eval: Annotated[Text | SourceConfig | SomeSources | Annotated[float, Field(gt=0, lt=1)] | None, _HELD_OUT] = Field(
         default=None,
-        description="Held-out data in the same forms, or a share between 0 and 1 of the training data (such as 0.02), "
-        "which then does not train. null: no evaluation.",
+        description="Held-out data in the same forms (without weights: each row counts once), or a share between 0 and "
+        "1 of the training data (such as 0.02), which then does not train. A share is taken by record, from the "
+        "content and train.seed alone, so that packing does not change it and equal records fall on one side. null: no "
+        "evaluation.",
     )
     format: Literal["auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt"] = Field(
         default="auto",
-        description="Shape of a record. auto decides by the keys of the records; name it where a record fits two "
-        "shapes. alpaca and sharegpt come later.",
+        description="Shape of a record. auto decides by the keys of a file's first good record; name it where a record "
+        "fits two shapes. messages also takes content parts of text, tool calls and reasoning; the sharegpt key is "
+        "conversations; alpaca becomes a question and an answer of a chat.",
     )
-    columns: dict[str, str] = Field(
+    columns: dict[str, Text] = Field(
         default={},
-        description="Renames what the file calls differently: expected name to the file's name. Comes later; only {} "
-        "is accepted now.",
+        description="Renames what the files call differently: expected name to the files' name, such as "
+        "{prompt: question, completion: answer}.",
     )
     chat_template: str | None = Field(
         default=None,
@@ -151,8 +137,18 @@ class DataConfig(Section):
     )
     on_too_long: Literal["truncate", "split", "drop", "error"] = Field(
         default="truncate",
-        description="A record longer than seq_len: truncate its end, split it into several (comes later), drop it, or "
-        "stop. Counted in the log. truncate keeps every record but can cut an answer short.",
+        description="A record longer than seq_len: truncate its end, split it into several documents, drop it, or "
+        "stop. Counted in the log. truncate keeps every record but can cut an answer short. split keeps every token: "
+        "each piece starts as a document of its own (with the tokenizer's start token, where it has one), sees nothing "
+        "of the others, and its first token is no target; a piece without any target is left out. Good for long texts; "
+        "of a conversation the later pieces lose the question.",
+    )
+    sanitize_control_tokens: bool = Field(
+        default=True,
+        description="Encode the text of special tokens (<|im_end|> and the like) as plain text where a message other "
+        "than the assistant's holds it, so that nobody ends a turn by typing its marker; such records are counted. "
+        "Answers, and data without a chat template, keep them as tokens. false makes tokens of them everywhere, as "
+        "servers do that do not guard against it.",
     )
     on_bad_record: Literal["error", "skip"] = Field(
         default="error",
@@ -162,12 +158,26 @@ class DataConfig(Section):
     shuffle: bool = Field(
         default=True,
         description="Draw a new order of rows each epoch, from train.seed and the epoch alone, so that it does not "
-        "depend on the number of GPUs. false keeps the file's order.",
+        "depend on the number of GPUs. false keeps the file's order. Streaming shuffles within shuffle_buffer, and the "
+        "files among each other.",
+    )
+    streaming: bool = Field(
+        default=False,
+        description="Read and tokenise the training data while training instead of before it, for data larger than "
+        "disk or memory: nothing is cached. Needs train.max_steps. Every process reads the whole stream and takes its "
+        "rows of each step, so a step sees the same rows on any number of GPUs, and a resume goes on at the next row "
+        "after reading one buffer again. A bad record stops the run when it is met: on_bad_record: skip suits a long "
+        "stream.",
+    )
+    shuffle_buffer: Annotated[int, Field(ge=1)] = Field(
+        default=10_000,
+        description="Records that streaming shuffles and packs together; costs about 5 bytes of host memory a token in "
+        "each process, three times over. Larger shuffles better and makes a resume read more again.",
     )
     workers: Annotated[int, Field(ge=0)] = Field(
         default=2,
         description="Processes that tokenise the data before training, used from 5000 records on; each costs host "
-        "memory and a CPU core. 0 tokenises in the training process.",
+        "memory and a CPU core. 0 tokenises in the training process. With streaming each rank has so many of its own.",
     )
     cache_dir: str | None = Field(
         default=None,
@@ -286,7 +296,7 @@ class OptimConfig(Section):
         description="Parameters that weight decay leaves alone: the kinds norm, bias and embedding. Only has an effect "
         "with weight_decay above 0.",
     )
-    max_grad_norm: Annotated[Annotated[float, Field(ge=0)] | None, BeforeValidator(_zero_is_off)] = Field(
+    max_grad_norm: Annotated[Annotated[float, Field(ge=0)] | None, BeforeValidator(zero_is_off)] = Field(
         default=1.0,
         description="Scale gradients down so that their global norm over all ranks is at most this; null or 0 is off. "
         "1.0 keeps one odd batch from undoing many steps.",
@@ -434,7 +444,7 @@ class LogConfig(Section):
     """What is written and shown while training."""
 
     every_steps: Steps = Field(default=1, description="Optimizer steps between log lines and rows of metrics.jsonl.")
-    trackers: Annotated[tuple[Tracker, ...], BeforeValidator(_tuple_from_list)] = Field(
+    trackers: Annotated[tuple[Tracker, ...], BeforeValidator(tuple_from_list)] = Field(
         default=(),
         description="Accelerate trackers to write to as well, such as [tensorboard], the one that is tested.",
     )

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fsdp_trainer.checkpoint_manifest import Progress
-from fsdp_trainer.config import Config
+from fsdp_trainer.config import Config, SourceConfig
 
 CARD = "README.md"
 # What a reader needs to judge or repeat the training; everything else is in the run's config.yaml.
@@ -28,7 +28,7 @@ _SETTINGS = (
 
 def format_model_card(config: Config, *, progress: Progress, versions: Mapping[str, str], dtype: str) -> str:
     """Return the card as Markdown. Paths are those the user wrote in the settings, no others."""
-    data = config.data.train if isinstance(config.data.train, str) else ", ".join(config.data.train)
+    data = _format_sources(config.data.train)
     start = "trained from" if config.model.init == "pretrained" else "with new weights in the architecture of"
     settings = [(f"{section}.{name}", getattr(getattr(config, section), name)) for section, name in _SETTINGS]
     settings.insert(0, ("precision", config.precision))
@@ -66,6 +66,14 @@ def _front_matter(config: Config) -> list[str]:
         *([f"base_model: {base}"] if is_hub_id and config.model.init == "pretrained" else []),
         "tags: [fsdp, full-fine-tuning]",
     ]
+
+
+def _format_sources(named: str | SourceConfig | tuple[str | SourceConfig, ...]) -> str:
+    entries = named if isinstance(named, tuple) else (named,)
+    return ", ".join(
+        entry if isinstance(entry, str) else entry.path + (f" (weight {entry.weight:g})" if entry.weight else "")
+        for entry in entries
+    )
 
 
 def _show(value: object) -> str:

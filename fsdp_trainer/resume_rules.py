@@ -137,9 +137,16 @@ RULES: Mapping[str, Rule] = {
         "data.packing",
         "data.train_on",
         "data.on_too_long",
+        "data.sanitize_control_tokens",
     ),
     **_rules("refused", "records are written out differently, also for the exported model", "data.chat_template"),
-    **_rules("refused", "rows come in another order: some would be met twice and some never", "data.shuffle"),
+    **_rules(
+        "refused",
+        "rows come in another order: some would be met twice and some never",
+        "data.shuffle",
+        "data.streaming",
+        "data.shuffle_buffer",
+    ),
     **_rules(
         "refused", "the order of rows and dropout follow from it: some rows would come twice, some never", "train.seed"
     ),

@@ -26,7 +26,7 @@ from fsdp_trainer.checkpoint_folder import published, read_best, remove_leftover
 from fsdp_trainer.checkpoint_manifest import Progress, read_state
 from fsdp_trainer.checkpoint_search import find_checkpoint
 from fsdp_trainer.config import Config
-from fsdp_trainer.data.loader import evaluation_windows, iterate_windows, steps_per_epoch
+from fsdp_trainer.data.loader import evaluation_windows, steps_per_epoch
 from fsdp_trainer.data.rows import Rows
 from fsdp_trainer.errors import ConfigError, FsdpTrainerError, Interrupted, NonFiniteError, OutputError
 from fsdp_trainer.export import export_model
@@ -44,7 +44,7 @@ from fsdp_trainer.saving import Saver
 from fsdp_trainer.signals import StopRequest, stop_on_signals
 from fsdp_trainer.step import StepOutput, eval_step, train_step
 from fsdp_trainer.training_agreement import check_same_rows, check_same_settings
-from fsdp_trainer.training_data import TrainingData, load_training_data
+from fsdp_trainer.training_data import TrainingData, load_training_data, training_windows
 from fsdp_trainer.training_folder import check_disk, hold_folder, open_folder
 from fsdp_trainer.units import format_bytes, format_number
 
@@ -160,22 +160,18 @@ def _finetune(config: Config, runtime: Runtime, stop: StopRequest, watch: RankWa
 def train_loop(run: Run, session: _Session, progress: Progress) -> Progress:
     """Loop over the remaining optimizer steps; saves are agreed by all ranks, so all leave together."""
     config, runtime, data = run.config, run.runtime, session.data
-    windows = iterate_windows(
-        data.train,
-        start=progress.step,
+    windows = training_windows(
+        data,
+        config,
+        progress=progress,
         stop=session.total_steps,
-        global_batch_size=config.batch.global_batch_size,
-        micro_batch_size=config.batch.micro_batch_size,
         rank=runtime.rank,
         world_size=runtime.world_size,
-        seed=config.train.seed,
-        shuffle=config.data.shuffle,
-        seq_len=config.data.seq_len,
-        packing=config.data.packing,
-        pad_token_id=data.pad_token_id,
     )
     with closing(windows):
         for window in windows:
+            for note in window.notes:
+                log_line(note, is_main=runtime.is_main)
             rate = _learning_rate(config, progress.optimizer_steps, session.total_steps)
             started = time.perf_counter()
             output = train_step(run, window, learning_rate=rate)
@@ -189,7 +185,7 @@ def train_loop(run: Run, session: _Session, progress: Progress) -> Progress:
             if progress.step % config.log.every_steps == 0 or progress.step == session.total_steps:
                 row = {
                     "step": progress.step,
-                    "epoch": round(progress.step / data.steps_per_epoch, 6),
+                    "epoch": round(progress.step / data.steps_per_epoch, 6) if data.steps_per_epoch else window.epoch,
                     "loss": loss,
                     "grad_norm": grad_norm,
                     "lr": rate,
@@ -226,6 +222,7 @@ def _advance(progress: Progress, window: Any, *, skipped: bool) -> Progress:
         consecutive_skipped=progress.consecutive_skipped + 1 if skipped else 0,
         tokens_seen=progress.tokens_seen + window.tokens,
         supervised_tokens_seen=progress.supervised_tokens_seen + window.supervised_tokens,
+        stream=window.resume_at,
     )
 
 

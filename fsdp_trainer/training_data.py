@@ -1,6 +1,6 @@
 """The prepared data of a run with the tokenizer that made it, and what a person is shown of both before training."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,15 +9,17 @@ import xxhash
 from rich.text import Text
 from transformers import AutoTokenizer, GenerationConfig
 
+from fsdp_trainer.checkpoint_manifest import Progress
 from fsdp_trainer.config import Config, ModelConfig
 from fsdp_trainer.custom_code import digest_of_code, read_custom_code
 from fsdp_trainer.data.cache import evaluation_source
 from fsdp_trainer.data.chat import read_chat_template
 from fsdp_trainer.data.describe import format_sample
-from fsdp_trainer.data.loader import steps_per_epoch
+from fsdp_trainer.data.loader import Window, iterate_windows, steps_per_epoch
 from fsdp_trainer.data.prepare import prepare_rows
 from fsdp_trainer.data.report import DataReport
 from fsdp_trainer.data.rows import Rows
+from fsdp_trainer.data.streaming import RowStream, build_stream, first_rows, stream_digest, stream_windows
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.gguf_model import local_model
 from fsdp_trainer.model import check_longest_document, load_hf_config
@@ -28,16 +30,18 @@ from fsdp_trainer.progress import show_progress
 class TrainingData:
     """Rows to train and evaluate on. `digest` identifies the training rows: a resume on other rows is another run.
 
+    With data.streaming the rows to train on come from `stream`, and `train` holds the first of them, to be shown.
     `code` identifies the model's own Python code, None where it has none or none is run.
     """
 
     train: Rows
+    stream: RowStream | None
     evaluation: Rows | None
     reports: tuple[tuple[str, DataReport], ...]
     tokenizer: Any
     generation_config: Any
     pad_token_id: int
-    steps_per_epoch: int
+    steps_per_epoch: int | None  # None: a stream, whose length nobody knows
     digest: str
     code: str | None
 
@@ -53,7 +57,7 @@ class TrainingData:
 def load_training_data(config: Config, *, is_writer: bool, show: bool) -> TrainingData:
     """Load the tokenizer and prepare the rows of `data.train` and `data.eval`, from the cache where they are in it.
 
-    Only a rank with `is_writer` builds; `show` draws its progress.
+    Only a rank with `is_writer` builds; `show` draws its progress. Of a stream only the first records are read.
     """
     # The model before its tokenizer: a wrong path would otherwise be called the tokenizer's fault.
     hf_config = load_hf_config(
@@ -62,8 +66,13 @@ def load_training_data(config: Config, *, is_writer: bool, show: bool) -> Traini
     tokenizer = load_tokenizer(config.model)
     # The template that trained goes with the exported model, wherever it came from.
     tokenizer.chat_template = read_chat_template(config.data.chat_template, tokenizer=tokenizer)
-    prepared = {}
+    vocab_size = hf_config.get_text_config().vocab_size
     sources = {"train": config.data.train, "eval": evaluation_source(config.data)}
+    prepared, stream = {}, None
+    if config.data.streaming:
+        stream = build_stream(config.data, tokenizer=tokenizer, seed=config.train.seed, vocab_size=vocab_size)
+        prepared["train"] = first_rows(stream)
+        del sources["train"]
     for split, source in sources.items():
         if source is not None:
             with show_progress(f"preparing {split} data", total=None, is_main=is_writer and show) as advance:
@@ -73,23 +82,63 @@ def load_training_data(config: Config, *, is_writer: bool, show: bool) -> Traini
                     tokenizer=tokenizer,
                     seed=config.train.seed,
                     split=split,  # type: ignore[arg-type]
-                    vocab_size=hf_config.get_text_config().vocab_size,
+                    vocab_size=vocab_size,
                     is_writer=is_writer,
                     on_records=advance,
                 )
-    for _, report in prepared.values():
-        check_longest_document(hf_config, longest_tokens=report.longest_tokens)
+    for name, (_, report) in prepared.items():
+        # A later record of a stream may be as long as data.seq_len lets it.
+        longest = config.data.seq_len if stream and name == "train" else report.longest_tokens
+        check_longest_document(hf_config, longest_tokens=longest)
     train = prepared["train"][0]
+    batch = config.batch.global_batch_size
     return TrainingData(
         train=train,
+        stream=stream,
         evaluation=prepared["eval"][0] if "eval" in prepared else None,
-        reports=tuple((split, report) for split, (_, report) in prepared.items()),
+        reports=tuple((_report_name(name, stream), report) for name, (_, report) in prepared.items()),
         tokenizer=tokenizer,
         generation_config=load_generation_config(config.model),
         pad_token_id=_pad_token_id(tokenizer),
-        steps_per_epoch=steps_per_epoch(train.n_rows, global_batch_size=config.batch.global_batch_size),
-        digest=_digest(train),
+        steps_per_epoch=None if stream else steps_per_epoch(train.n_rows, global_batch_size=batch),
+        digest=stream_digest(stream, first=identify_rows(train)) if stream else identify_rows(train),
         code=digest_of_code(read_custom_code(hf_config)) if config.model.trust_remote_code else None,
+    )
+
+
+def _report_name(name: str, stream: RowStream | None) -> str:
+    return "train (the first records of the stream)" if stream and name == "train" else name
+
+
+def training_windows(
+    data: TrainingData, config: Config, *, progress: Progress, stop: int, rank: int, world_size: int
+) -> Generator[Window, None, None]:
+    """Yield what `rank` feeds in the steps from `progress` on, up to step `stop`."""
+    if data.stream is not None:
+        return stream_windows(
+            data.stream,
+            start=progress.step,
+            stop=stop,
+            resume_at=progress.stream,
+            global_batch_size=config.batch.global_batch_size,
+            micro_batch_size=config.batch.micro_batch_size,
+            rank=rank,
+            world_size=world_size,
+            pad_token_id=data.pad_token_id,
+        )
+    return iterate_windows(
+        data.train,
+        start=progress.step,
+        stop=stop,
+        global_batch_size=config.batch.global_batch_size,
+        micro_batch_size=config.batch.micro_batch_size,
+        rank=rank,
+        world_size=world_size,
+        seed=config.train.seed,
+        shuffle=config.data.shuffle,
+        seq_len=config.data.seq_len,
+        packing=config.data.packing,
+        pad_token_id=data.pad_token_id,
     )
 
 
@@ -123,8 +172,11 @@ def _pad_token_id(tokenizer: Any) -> int:
     return 0
 
 
-def _digest(rows: Rows) -> str:
+def identify_rows(rows: Rows) -> str:
+    """Return a digest of prepared rows and, where they are mixed, of the weights: what the order of rows rests on."""
     digest = xxhash.xxh3_128()
     for array in (rows.tokens, rows.supervised, rows.document_starts, rows.row_documents):
         digest.update(np.ascontiguousarray(array).view(np.uint8).data)
+    if rows.weights is not None:
+        digest.update(repr((rows.weights, rows.source_rows.tolist())).encode())  # type: ignore[union-attr]
     return digest.hexdigest()

@@ -30,6 +30,7 @@ PARTS = {
     "saving": "training",
     "rank_watch": "training",
     "training_data": "training",
+    "preview": "training",
     "demo": "cli",
     "training": "training",
     "memory.planner": "planner",
@@ -112,7 +113,8 @@ WITHOUT_TORCH = (
     "",
     "__main__",
 )
-WITHOUT_TORCH += ("run_lock", "data", "data.sources", "data.formats", "memory", "memory.hardware", "memory.estimate")
+WITHOUT_TORCH += ("run_lock", "data", "data.sources", "data.formats", "data.readers")
+WITHOUT_TORCH += ("memory", "memory.hardware", "memory.estimate")
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "bitsandbytes", "torchao"}
 MAY_PRINT = ("cli", "progress", "report", "demo")
 # simulated.py is the simulated part of the runtime: what it changes, it undoes on exit.

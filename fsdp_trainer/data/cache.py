@@ -5,7 +5,6 @@ A changed file, tokenizer, template or setting gives another folder, so nothing 
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,17 +13,16 @@ import xxhash
 
 from fsdp_trainer.config import DataConfig
 from fsdp_trainer.data.chat import read_chat_template
-from fsdp_trainer.data.sources import resolve_paths
+from fsdp_trainer.data.sources import Named, resolve_paths, resolve_sources
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Source = str | Path | Sequence[str]
 Split = Literal["train", "eval"]
-_CACHE_FORMAT = 1  # raise it when the same input would give other rows
+_CACHE_FORMAT = 3  # raise it when the same input would give other rows
 
 
-def evaluation_source(data: DataConfig) -> Source | None:
+def evaluation_source(data: DataConfig) -> Named | None:
     """Return what split="eval" is read from: `data.eval`, or `data.train` when it is a share of that; None for none."""
     return data.train if isinstance(data.eval, float | int) else data.eval
 
@@ -34,8 +32,13 @@ def evaluation_share(data: DataConfig) -> float | None:
     return data.eval if isinstance(data.eval, float) else None
 
 
+def compares_with_training(data: DataConfig, *, split: Split) -> bool:
+    """Tell whether the report of these rows counts the records that train as well, for which `data.train` is read."""
+    return split == "eval" and evaluation_share(data) is None and not data.streaming
+
+
 def cache_path(
-    source: Source,
+    source: Named,
     *,
     data: DataConfig,
     tokenizer: "PreTrainedTokenizerBase",
@@ -44,11 +47,16 @@ def cache_path(
     vocab_size: int | None = None,
 ) -> Path:
     """Return the folder for these rows: named by a hash of the files' bytes, the tokenizer and every setting used."""
-    paths = resolve_paths(source)
+    sources = resolve_sources(source)
+    paths = [path for one in sources for path in one.files]
     share = evaluation_share(data)
     settings = {
         "version": (_CACHE_FORMAT, transformers.__version__),
         "files": [_file_hash(path) for path in paths],
+        "sources": [len(one.files) for one in sources],  # each is packed apart; how they are mixed changes no row
+        "train": [_file_hash(path) for path in resolve_paths(data.train)]
+        if compares_with_training(data, split=split)
+        else None,
         "names": [str(path) for path in paths],  # they stand in the report's messages
         "tokenizer": _tokenizer_hash(tokenizer),
         "chat_template": read_chat_template(data.chat_template, tokenizer=tokenizer),
@@ -56,7 +64,16 @@ def cache_path(
         "vocab_size": vocab_size,
         "data": {
             name: getattr(data, name)
-            for name in ("format", "columns", "train_on", "seq_len", "packing", "on_too_long", "on_bad_record")
+            for name in (
+                "format",
+                "columns",
+                "train_on",
+                "seq_len",
+                "packing",
+                "on_too_long",
+                "on_bad_record",
+                "sanitize_control_tokens",
+            )
         },
     }
     digest = _hash_json(settings)

@@ -5,7 +5,7 @@ conversation up to each turn and checking that the text so far is a prefix of th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,15 +13,18 @@ import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from fsdp_trainer.data.formats import Chat, RecordError
+from fsdp_trainer.data.tokens import ControlTokens, build_control_tokens, is_hiding, texts_in
 from fsdp_trainer.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PROBE = "PROBE"
-_WAY_OUT = (
-    "use a template with {% generation %} markers (data.chat_template: FILE), or data.train_on: last_assistant or all"
-)
+
+# What is worth counting about records that are trained on; a report says what each means.
+TYPED_CONTROL = "control tokens in messages"
+END_INSIDE_ANSWER = "end of turn inside an answer"
+REWRITTEN = "answers written differently once more follows"
 
 
 class Piece(NamedTuple):
@@ -47,6 +50,13 @@ class ChatTemplate:
     variables: dict[str, Any]  # bos_token and the like, which templates write out
     turn_end: str | None  # text of the token that ends an assistant turn; None: no such token was found
     has_markers: bool  # generation markers that cover the end of the turn
+    control: ControlTokens
+    sanitize: bool  # typed control tokens become plain text
+
+    @property
+    def writes_the_date(self) -> bool:
+        """Tell whether the text depends on the day it is made."""
+        return "strftime_now" in self.source
 
 
 def read_chat_template(path: str | Path | None, *, tokenizer: "PreTrainedTokenizerBase") -> str | None:
@@ -61,10 +71,11 @@ def read_chat_template(path: str | Path | None, *, tokenizer: "PreTrainedTokeniz
         ) from error
 
 
-def build_chat_template(source: str, *, tokenizer: "PreTrainedTokenizerBase") -> ChatTemplate:
+def build_chat_template(source: str, *, tokenizer: "PreTrainedTokenizerBase", sanitize: bool = True) -> ChatTemplate:
     """Compile a template and learn from a probe conversation how it ends an assistant turn."""
+    control = build_control_tokens(tokenizer)
     variables = dict(tokenizer.special_tokens_map)
-    bare = ChatTemplate(source, variables, turn_end=None, has_markers=False)
+    bare = ChatTemplate(source, variables, turn_end=None, has_markers=False, control=control, sanitize=sanitize)
     probe = ({"role": "user", "content": "question"}, {"role": "assistant", "content": _PROBE})
     try:
         text, spans = _render(bare, probe, markers="endgeneration" in source)
@@ -74,65 +85,145 @@ def build_chat_template(source: str, *, tokenizer: "PreTrainedTokenizerBase") ->
         ) from error
     except RecordError:  # a template that wants another order; the records themselves will tell
         return bare
-    turn_end = _first_special(text[text.rfind(_PROBE) + len(_PROBE) :], tokenizer=tokenizer)
+    end = control.pattern.search(text, text.rfind(_PROBE) + len(_PROBE)) if _PROBE in text else None
+    turn_end = end.group() if end else None
     covered = bool(spans) and (turn_end is None or turn_end in text[spans[-1][0] : spans[-1][1]])
-    return ChatTemplate(source, variables, turn_end=turn_end, has_markers=covered)
+    return ChatTemplate(source, variables, turn_end=turn_end, has_markers=covered, control=control, sanitize=sanitize)
 
 
-def _first_special(tail: str, *, tokenizer: "PreTrainedTokenizerBase") -> str | None:
-    names = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    names.update(str(token) for token in tokenizer.all_special_tokens)
-    found = [(tail.find(name), -len(name), name) for name in names if name in tail]
-    return min(found)[2] if found else None
+def chat_pieces(chat: Chat, *, template: ChatTemplate, train_on: str) -> tuple[list[Piece], list[str]]:
+    """Render a conversation and cut it into pieces; return them and what is worth counting about the record.
 
-
-def chat_pieces(chat: Chat, *, template: ChatTemplate, train_on: str) -> list[Piece]:
-    """Render a conversation and cut it into pieces; raise RecordError or Dropped when it cannot be trained on."""
+    Raises RecordError or Dropped where it cannot be trained on.
+    """
     answers = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
     targets = [index for index in answers if index >= chat.first_target]
-    filled = [index for index in targets if chat.messages[index]["content"].strip()]
+    filled = [index for index in targets if _is_filled(chat.messages[index])]
     if targets and not filled:
         raise Dropped("empty answer")
+    chat, notes = _without_control_tokens(chat, template=template)
     if train_on == "all":
-        return [Piece(_render(template, chat.messages)[0], True)]
+        return [Piece(_render_chat(template, chat)[0], True)], notes
     if not targets:
         raise RecordError("no answer", "no assistant message to train on")
     if train_on == "last_assistant":
         filled = filled[-1:]
+    spans: list[tuple[int, int]] = []
     if template.has_markers:
-        text, spans = _render(template, chat.messages, markers=True)
-        if len(spans) == len(answers):
-            return _cut(text, [spans[answers.index(index)] for index in filled])
-    text, _ = _render(template, chat.messages)
-    return _cut(text, [_turn_span(text, chat.messages, index, template=template) for index in filled])
+        text, marked = _render_chat(template, chat, markers=True)
+        if len(marked) == len(answers):
+            spans = [marked[answers.index(index)] for index in filled]
+    if not spans:
+        text, _ = _render_chat(template, chat)
+        spans = [_turn_span(text, chat, index, template=template, notes=notes) for index in filled]
+    for index, (start, end) in zip(filled, spans, strict=True):
+        _check_whole_answer(text[start:end], chat.messages[index], index=index, asked=train_on)
+    return _cut(text, spans), notes
 
 
-def _turn_span(text: str, messages: Sequence[dict[str, str]], index: int, *, template: ChatTemplate) -> tuple[int, int]:
+def _is_filled(message: dict[str, Any]) -> bool:
+    return bool(message.get("tool_calls")) or any(text.strip() for text in _answer_texts(message))
+
+
+def _answer_texts(message: dict[str, Any]) -> list[str]:
+    """What an answer says: its reasoning and its text."""
+    return [text for text in (message.get("reasoning_content"), message["content"]) if text]
+
+
+def _without_control_tokens(chat: Chat, *, template: ChatTemplate) -> tuple[Chat, list[str]]:
+    """Hide what stands for a control token in the messages of all but the assistant, and count both.
+
+    An answer is what the model writes, in tokens: there a control token may be meant. Anyone else only types text.
+    """
+    everything = "\0".join(texts_in(chat.messages))
+    if is_hiding(everything):
+        raise RecordError("private character", "the text holds a character of Unicode's private plane 16")
+    if not template.control.found_in(everything):
+        return chat, []
+    notes: list[str] = []
+    messages = list(chat.messages)
+    for index, message in enumerate(messages):
+        fields = {key: value for key, value in message.items() if key != "role"}
+        if not template.control.found_in(fields):
+            continue
+        if message["role"] != "assistant":
+            notes.append(TYPED_CONTROL)
+            if template.sanitize:
+                messages[index] = {"role": message["role"], **template.control.hide(fields)}
+        elif template.turn_end is not None and any(template.turn_end in text for text in texts_in(fields)):
+            notes.append(END_INSIDE_ANSWER)
+    return replace(chat, messages=tuple(messages)), sorted(set(notes))
+
+
+def _turn_span(text: str, chat: Chat, index: int, *, template: ChatTemplate, notes: list[str]) -> tuple[int, int]:
     """Return where the answer `messages[index]` starts and ends in the text, its end-of-turn token included."""
-    start = _turn_start(text, messages, index, template=template)
-    upto = text if index == len(messages) - 1 else _render(template, messages[: index + 1])[0]
-    if start is None or not text.startswith(upto) or len(upto) <= start:
-        raise RecordError(
-            "no mask",
-            f"the template writes the conversation up to messages[{index}] differently when more follows, so its "
-            f"answers cannot be told from the rest; {_WAY_OUT}",
+    start = _turn_start(text, chat, index, template=template)
+    is_last = index == len(chat.messages) - 1
+    if start is None:
+        raise _no_mask(
+            f"the template writes what leads to messages[{index}] in another way than where it asks for that answer, "
+            "so what is trained would never be asked",
+            fix="or data.train_on: all" if is_last else "or data.train_on: last_assistant or all",
         )
-    end = len(upto)
-    if template.turn_end is not None and (found := text.rfind(template.turn_end, start, end)) >= 0:
-        end = found + len(template.turn_end)  # what follows the token (a newline in ChatML) is never generated
+    upto = text if is_last else _render_chat(template, chat, stop=index + 1)[0]
+    if text.startswith(upto) and len(upto) > start:
+        end = len(upto)
+        if template.turn_end is not None and (found := text.rfind(template.turn_end, start, end)) >= 0:
+            end = found + len(template.turn_end)  # what follows the token (a newline in ChatML) is never generated
+        return start, end
+    # Written in another way where it is the last: with thinking (Qwen 3), or with an end of text after it (Phi). The
+    # answer may still stand right where the model is asked for it, closed by its end of turn.
+    end = _answer_end(text, start, chat.messages[index], template=template)
+    if end is None:
+        raise _no_mask(
+            f"the template writes messages[{index}] differently when more follows, so this answer cannot be told from "
+            "the rest",
+            fix="or data.train_on: last_assistant or all",
+        )
+    if not upto.startswith(text[:end]) and REWRITTEN not in notes:
+        notes.append(REWRITTEN)
     return start, end
 
 
-def _turn_start(text: str, messages: Sequence[dict[str, str]], index: int, *, template: ChatTemplate) -> int | None:
+def _no_mask(what: str, *, fix: str) -> RecordError:
+    way_out = f"use a template with {{% generation %}} markers (data.chat_template: FILE), {fix}"
+    return RecordError("no mask", f"{what}; {way_out}")
+
+
+def _turn_start(text: str, chat: Chat, index: int, *, template: ChatTemplate) -> int | None:
     if index > 0:
-        before, _ = _render(template, messages[:index], ask=True)
+        before, _ = _render_chat(template, chat, stop=index, ask=True)
         return len(before) if text.startswith(before) else None
     # The assistant speaks first: many templates cannot render an empty conversation, so the header they would write
     # for the next turn is looked up in the text instead.
-    asked, _ = _render(template, messages, ask=True)
+    asked, _ = _render_chat(template, chat, ask=True)
     header = asked[len(text) :] if asked.startswith(text) else ""
     found = text.find(header) if header else -1
     return found + len(header) if found >= 0 else None
+
+
+def _answer_end(text: str, start: int, message: dict[str, Any], *, template: ChatTemplate) -> int | None:
+    """Return the end of an answer that stands at `start`, word for word and closed by the end of turn, else None."""
+    answer = message["content"].strip()
+    if not answer or template.turn_end is None or message.get("tool_calls"):
+        return None
+    found = text.find(answer, start)
+    end = text.find(template.turn_end, found + len(answer))
+    if found < 0 or end < 0 or text[start:found].strip() or text[found + len(answer) : end].strip():
+        return None
+    return end + len(template.turn_end)
+
+
+def _check_whole_answer(written: str, message: dict[str, Any], *, index: int, asked: str) -> None:
+    """Refuse a template that leaves part of an answer out (DeepSeek R1: the reasoning); blanks may differ."""
+    squeezed = "".join(written.split())
+    for text in _answer_texts(message):
+        if "".join(text.split()) not in squeezed:
+            other = "" if asked == "last_assistant" else "data.train_on: last_assistant where it keeps the last, "
+            raise _no_mask(
+                f"the template leaves out or rewrites part of messages[{index}] ({text.strip()[:40]!r})",
+                fix=f"or {other}or data.train_on: all",
+            )
 
 
 def _cut(text: str, spans: Sequence[tuple[int, int]]) -> list[Piece]:
@@ -144,8 +235,20 @@ def _cut(text: str, spans: Sequence[tuple[int, int]]) -> list[Piece]:
     return [piece for piece in pieces if piece.text]
 
 
+def _render_chat(
+    template: ChatTemplate, chat: Chat, *, stop: int | None = None, ask: bool = False, markers: bool = False
+) -> tuple[str, list[tuple[int, int]]]:
+    """Render a conversation, or its messages before `stop`."""
+    return _render(template, chat.messages[:stop], ask=ask, markers=markers, tools=chat.tools)
+
+
 def _render(
-    template: ChatTemplate, messages: Sequence[dict[str, str]], *, ask: bool = False, markers: bool = False
+    template: ChatTemplate,
+    messages: Sequence[dict[str, Any]],
+    *,
+    ask: bool = False,
+    markers: bool = False,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> tuple[str, list[tuple[int, int]]]:
     """Render messages; `ask` adds the header of the next assistant turn, `markers` returns the generation spans."""
     try:
@@ -156,6 +259,7 @@ def _render(
             chat_template=template.source,
             add_generation_prompt=ask,
             return_assistant_tokens_mask=markers,
+            tools=list(tools) or None,  # templates ask whether there are any with `is none`
             **template.variables,
         )
     except jinja2.TemplateSyntaxError:

@@ -1,15 +1,19 @@
-"""Show rows as a person reads them: decoded, with the tokens that are targets marked.
+"""Show prepared data as a person reads it: rows decoded with their targets marked, and how long the records are.
 
 The first thing to look at when a run learns nothing: a mask that is empty, or covers the question, is plain to see.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.text import Text
 
+from fsdp_trainer.data.report import DataReport
 from fsdp_trainer.data.rows import Rows
+from fsdp_trainer.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,3 +50,41 @@ def format_sample(
         else:
             text.append(f"⟦{piece}⟧")
     return text
+
+
+def format_length_bars(report: DataReport, *, width: int = 40) -> list[Text]:
+    """Format the records' lengths as one bar a line, with its range of tokens and its count."""
+    longest = max((count for _, count in report.length_bars), default=0)
+    lines = []
+    for (start, count), (end, _) in pairwise(report.length_bars):
+        bar = "█" * -(-count * width // longest) if longest else ""
+        lines.append(Text.assemble(f"{start:>9,} - {end - 1:>7,}  ", (bar, "cyan"), f" {count:,}" if count else ""))
+    return lines
+
+
+def save_length_plot(reports: Sequence[tuple[str, DataReport]], path: Path, *, seq_len: int) -> None:
+    """Draw the lengths of each data set's records, with seq_len as a line, into a picture (PNG, SVG or PDF by name)."""
+    import matplotlib
+
+    matplotlib.use("agg")  # a machine without a screen
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(len(reports), 1, figsize=(8, 3.2 * len(reports)), squeeze=False)
+    try:
+        for axis, (name, report) in zip(axes[:, 0], reports, strict=True):
+            starts = [start for start, _ in report.length_bars]
+            counts = [count for _, count in report.length_bars[:-1]]
+            axis.stairs(counts, starts, fill=True)
+            axis.axvline(seq_len, color="black", linestyle="--", label=f"data.seq_len {seq_len:,}")
+            axis.set(title=f"{name}: {report.records:,} records", xlabel="tokens of a record", ylabel="records")
+            axis.legend()
+        figure.tight_layout()
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            "the picture of the lengths cannot be written",
+            values=f"{path}: {error}",
+            fix="give --plot a file that ends in .png, .svg or .pdf in a folder that exists",
+        ) from error
+    finally:
+        pyplot.close(figure)

@@ -5,19 +5,27 @@ Every shape becomes one of two things: a chat (a list of messages) or plain text
 
 import difflib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_trainer.config import COLUMNS
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_KEYS = {  # in the order they are tried
+_SAME_ROLE = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}
+# In the order they are tried: the published alpaca files also have a "text" column with the prompt inside it, which
+# would be trained on if it were taken for plain text.
+_KEYS = {
     "messages": ("messages",),
+    "sharegpt": ("conversations",),
     "prompt_completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
     "text": ("text",),
 }
 FORMATS = tuple(_KEYS)
-_LATER_KEYS = {"conversations": "sharegpt", "instruction": "alpaca", "input_ids": "ready-made token"}
-_LATER_MESSAGE_KEYS = ("tool_calls", "function_call", "tool_call_id", "reasoning_content", "reasoning", "thinking")
-_ALL_KEYS = tuple(key for keys in _KEYS.values() for key in keys)
+assert {key for keys in _KEYS.values() for key in keys} <= set(COLUMNS)
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_READY_MADE = "ready-made tokens (key 'input_ids') are not read: give text, which the model's own tokenizer encodes"
 
 
 class RecordError(Exception):
@@ -30,10 +38,15 @@ class RecordError(Exception):
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation; only assistant turns from message `first_target` on may be targets."""
+    """A conversation; only assistant turns from message `first_target` on may be targets.
 
-    messages: tuple[dict[str, str], ...]  # role and content, nothing else
+    A message has `role` and `content` (text, "" for none), and where the record has them `tool_calls` (each with its
+    arguments as an object, as templates expect them), `reasoning_content`, `tool_call_id` and `name`.
+    """
+
+    messages: tuple[dict[str, Any], ...]
     first_target: int = 0
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,53 +59,99 @@ class Plain:
 
 def recognise_format(record: dict[str, Any]) -> str:
     """Return the format a record's keys stand for; raise RecordError with the nearest known key when there is none."""
-    for name, keys in _KEYS.items():
-        if all(key in record for key in keys):
-            return name
-    for key, name in _LATER_KEYS.items():
-        if key in record:
-            raise RecordError("unknown format", f"{name} records (key {key!r}) are not read yet; use messages")
-    if half := [key for key in ("prompt", "completion") if key in record]:
-        raise RecordError("missing field", f"{half[0]!r} without its other half; a pair has prompt and completion")
-    near = [f"{key!r} for {match[0]!r}" for key in record if (match := difflib.get_close_matches(key, _ALL_KEYS, n=1))]
+    if (name := _fitting_format(record)) is not None:
+        return name
+    if "input_ids" in record:
+        raise RecordError("unknown format", _READY_MADE)
+    for keys in (_KEYS["prompt_completion"], _KEYS["alpaca"]):
+        if half := [key for key in keys if key in record]:
+            other = next(key for key in keys if key not in record)
+            raise RecordError("missing field", f"{half[0]!r} without {other!r}; it has {sorted(record)}")
+    names = tuple(key for keys in _KEYS.values() for key in keys)
+    near = [f"{key!r} for {match[0]!r}" for key in record if (match := difflib.get_close_matches(key, names, n=1))]
     hint = f"; did you write {near[0]}?" if near else ""
-    raise RecordError("unknown format", f"no format has the keys {sorted(record)}: {_describe_formats()}{hint}")
+    raise RecordError(
+        "unknown format",
+        f"no format has the keys {sorted(record)}: {_describe_formats()}{hint}; data.columns renames what a file "
+        "calls differently",
+    )
 
 
 def example_from_record(record: dict[str, Any], name: str) -> Chat | Plain:
     """Check a record against its file's format and return its content."""
     if missing := [key for key in _KEYS[name] if key not in record]:
-        other = _other_format(record)
+        other = _fitting_format(record) or ("ready-made tokens" if "input_ids" in record else None)
         if other is not None:
             raise RecordError("another format", f"this record is {other}, the file is {name}; one file has one format")
         raise RecordError("missing field", f"no {missing[0]!r} in a {name} record; it has {sorted(record)}")
-    if "tools" in record:
-        raise RecordError("not supported yet", "'tools' are not read yet; training without them would change the task")
-    if name == "messages":
-        return Chat(_messages(record["messages"], "messages"))
     if name == "text":
+        _refuse_tools(record)
         return Plain("", _string(record["text"], "text"))
-    prompt, completion = record["prompt"], record["completion"]
-    if isinstance(prompt, list) and isinstance(completion, list):
-        before = _messages(prompt, "prompt")
-        return Chat(before + _messages(completion, "completion"), first_target=len(before))
-    if isinstance(prompt, list) or isinstance(completion, list):
-        raise RecordError("wrong type", "prompt and completion must both be text or both be lists of messages")
-    return Plain(_string(prompt, "prompt"), _string(completion, "completion"))
+    if name == "prompt_completion":
+        return _pair(record)
+    tools = _tools(record.get("tools"))
+    if name == "alpaca":
+        return Chat(_alpaca(record), tools=tools)
+    key = _KEYS[name][0]
+    messages = _messages(record[key], key)
+    if record.get("system") and messages[0]["role"] != "system":
+        messages = ({"role": "system", "content": _string(record["system"], "system")}, *messages)
+    return Chat(messages, tools=tools)
 
 
-def _other_format(record: dict[str, Any]) -> str | None:
-    for name, keys in _KEYS.items():
-        if all(key in record for key in keys):
-            return name
-    return next((name for key, name in _LATER_KEYS.items() if key in record), None)
+def find_lost(chat: Chat, text: str) -> str | None:
+    """Return what of a conversation's tools, calls and last reasoning a rendered text does not show; None when all is.
+
+    A template that knows nothing of tools leaves them out silently, and the model would learn another task.
+    """
+    for tool in chat.tools:
+        if _function_name(tool) not in text:
+            return f"the tool {_function_name(tool)!r} of 'tools'"
+    for index, message in enumerate(chat.messages):
+        for call in message.get("tool_calls", ()):
+            if call["function"]["name"] not in text:
+                return f"the tool call {call['function']['name']!r} of messages[{index}]"
+    # Of earlier turns many templates leave the reasoning out on purpose, as the model's own chats do.
+    last = chat.messages[-1]
+    if last["role"] == "assistant" and last.get("reasoning_content", "").strip() not in text:
+        return "the reasoning of the last answer"
+    return None
+
+
+def _fitting_format(record: dict[str, Any]) -> str | None:
+    return next((name for name, keys in _KEYS.items() if all(key in record for key in keys)), None)
 
 
 def _describe_formats() -> str:
     return ", ".join(f"{name} ({' + '.join(keys)})" for name, keys in _KEYS.items())
 
 
-def _messages(value: Any, key: str) -> tuple[dict[str, str], ...]:
+def _pair(record: dict[str, Any]) -> Chat | Plain:
+    prompt, completion = record["prompt"], record["completion"]
+    if isinstance(prompt, list) and isinstance(completion, list):
+        before = _messages(prompt, "prompt")
+        after = _messages(completion, "completion")
+        return Chat(before + after, first_target=len(before), tools=_tools(record.get("tools")))
+    if isinstance(prompt, list) or isinstance(completion, list):
+        raise RecordError("wrong type", "prompt and completion must both be text or both be lists of messages")
+    _refuse_tools(record)
+    return Plain(_string(prompt, "prompt"), _string(completion, "completion"))
+
+
+def _alpaca(record: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """Instruction and input are one question: with a blank line between them, as in the published prompt."""
+    if record.get("history"):
+        raise RecordError("not supported", "'history' of an alpaca record is not read; use messages for several turns")
+    asked = _string(record["instruction"], "instruction")
+    if record.get("input") is not None and (given := _string(record["input"], "input")).strip():
+        asked = f"{asked}\n\n{given}"
+    messages = [{"role": "user", "content": asked}, _message({"role": "assistant", "content": record["output"]}, "")]
+    if record.get("system"):
+        messages.insert(0, {"role": "system", "content": _string(record["system"], "system")})
+    return tuple(messages)
+
+
+def _messages(value: Any, key: str) -> tuple[dict[str, Any], ...]:
     if not isinstance(value, list):
         raise RecordError("wrong type", f"{key!r} must be a list of messages, not {_shown(value)}")
     if not value:
@@ -100,37 +159,135 @@ def _messages(value: Any, key: str) -> tuple[dict[str, str], ...]:
     return tuple(_message(message, f"{key}[{index}]") for index, message in enumerate(value))
 
 
-def _message(value: Any, at: str) -> dict[str, str]:
+def _message(value: Any, at: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RecordError("wrong type", f"{at} must be an object with role and content, not {_shown(value)}")
-    if later := [key for key in _LATER_MESSAGE_KEYS if value.get(key)]:
-        raise RecordError("not supported yet", f"{at} has {later[0]!r}, which is not read yet")
-    role = value.get("role")
+    # A table has every column in every row: null there is what is left out elsewhere.
+    value = {key: item for key, item in value.items() if item is not None}
+    name, text = ("from", "value") if "role" not in value and "from" in value else ("role", "content")
+    role = _role(value.get(name), at, key=name)
+    message: dict[str, Any] = {"role": role, "content": ""}
+    if value.get(name) == "function_call":
+        message |= _called(value.get(text), f"{at}.{text}")
+    elif text in value or role != "assistant":  # no answer is an empty one, which is no target; not the text "None"
+        message["content"] = _content(value.get(text), f"{at}.{text}")
+    if value.get("function_call"):
+        raise RecordError("not supported", f"{at} has 'function_call', the older form of 'tool_calls'; use that")
+    if value.get("tool_calls"):
+        message["tool_calls"] = _tool_calls(value["tool_calls"], f"{at}.tool_calls")
+    for key in _REASONING_KEYS:
+        if value.get(key):
+            # Templates differ in the name they read; the record's own name stays beside the usual one.
+            message[key] = message["reasoning_content"] = _string(value[key], f"{at}.{key}")
+    message |= {key: _string(value[key], f"{at}.{key}") for key in ("tool_call_id", "name") if key in value}
+    return message
+
+
+def _role(role: Any, at: str, *, key: str) -> str:
     if not isinstance(role, str):
-        found = "has no 'role'" if role is None else f"has the role {_shown(role)}"
+        found = f"has no {key!r}" if role is None else f"has the role {_shown(role)}"
         raise RecordError("missing field" if role is None else "wrong type", f"{at} {found}")
+    role = _SAME_ROLE.get(role, role)
     if role not in ROLES:
-        near = difflib.get_close_matches(role.lower(), ROLES, n=1) or {"human": ["user"], "gpt": ["assistant"]}.get(
-            role
-        )
+        near = difflib.get_close_matches(role.lower(), ROLES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise RecordError("unknown role", f"{at} has the unknown role {role!r}; known: {', '.join(ROLES)}{hint}")
-    content = value.get("content")
-    if content is None and role == "assistant":
-        return {"role": role, "content": ""}  # an empty answer, which is never a target; not the text "None"
-    return {"role": role, "content": _string(content, f"{at}.content")}
+        known = ", ".join((*ROLES, *_SAME_ROLE))
+        raise RecordError("unknown role", f"{at} has the unknown role {role!r}; known: {known}{hint}")
+    return role
+
+
+def _content(value: Any, at: str) -> str:
+    """Return text, or the text of content parts one after another, as templates write them."""
+    if not isinstance(value, list):
+        return _string(value, at)
+    texts = []
+    for index, part in enumerate(value):
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        kind = part.get("type") if isinstance(part, dict) else _shown(part)
+        if kind != "text":
+            raise RecordError("not supported", f"{at}[{index}] is of type {kind!r}; only text is read")
+        texts.append(_string(part.get("text"), f"{at}[{index}].text"))
+    return "".join(texts)
+
+
+def _called(value: Any, at: str) -> dict[str, Any]:
+    """Read the turn of a sharegpt file that calls a function: a call in its usual form, else the text as it is."""
+    text = _string(value, at)
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):
+        return {"content": text}
+    if isinstance(call, dict) and {"name", "arguments"} <= call.keys():
+        return {"tool_calls": _tool_calls([call], at)}
+    return {"content": text}
+
+
+def _tool_calls(value: Any, at: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        raise RecordError("wrong type", f"{at} must be a list of calls, not {_shown(value)}")
+    calls = []
+    for index, item in enumerate(value):
+        call = item.get("function", item) if isinstance(item, dict) else None
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
+            raise RecordError("wrong type", f"{at}[{index}] must be an object with name and arguments")
+        arguments = _parsed(call.get("arguments", {}), f"{at}[{index}].arguments")
+        if not isinstance(arguments, dict):
+            raise RecordError("wrong type", f"{at}[{index}].arguments must be an object, not {_shown(arguments)}")
+        given = {"id": item["id"]} if item.get("id") is not None else {}
+        calls.append({"type": "function", "function": {"name": call["name"], "arguments": arguments}, **given})
+    return calls
+
+
+def _tools(value: Any) -> tuple[dict[str, Any], ...]:
+    tools = _parsed(value, "tools") if value else []
+    if not isinstance(tools, list):
+        raise RecordError("wrong type", f"'tools' must be a list, not {_shown(tools)}")
+    for index, tool in enumerate(tools):
+        if not isinstance(tool, dict) or not _function_name(tool):
+            raise RecordError("wrong type", f"tools[{index}] must be an object that describes a function by its name")
+    return tuple(tools)
+
+
+def _function_name(tool: dict[str, Any]) -> str:
+    function = tool.get("function", tool)
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else ""
+
+
+def _refuse_tools(record: dict[str, Any]) -> None:
+    if record.get("tools"):
+        raise RecordError("not supported", "'tools' beside plain text: only a chat template could write them")
+
+
+def _parsed(value: Any, at: str) -> Any:
+    """Return JSON that stands in a string (many files keep calls and tools so), anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise RecordError("broken JSON", f"{at} is text, but not the JSON it should be: {error}") from None
 
 
 def _string(value: Any, at: str) -> str:
     if value is None:
         raise RecordError("missing field", f"{at} is null or missing")
-    if isinstance(value, list):
-        raise RecordError("not supported yet", f"{at} is a list; content parts are not read yet, use one string")
     if not isinstance(value, str):
         raise RecordError("wrong type", f"{at} must be a string, not {_shown(value)}")
     return value
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=True)
+    text = json.dumps(value, ensure_ascii=True, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def canonical(content: Chat | Plain) -> bytes:
+    """Return bytes that are equal for records of equal content, whatever file, spacing or key order they came in."""
+    if isinstance(content, Plain):
+        value: Sequence[Any] = ("plain", content.prompt, content.completion)
+    else:
+        value = ("chat", content.messages, content.first_target, content.tools)
+    return json.dumps(value, sort_keys=True, default=str).encode()

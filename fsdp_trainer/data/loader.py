@@ -5,14 +5,15 @@ Which rows a step sees depends on (seed, epoch, index) alone: never on the world
 
 import queue
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from fsdp_trainer.data.order import rows_of_epoch
 from fsdp_trainer.data.rows import Rows
 
 
@@ -41,21 +42,9 @@ class Window:
     supervised_tokens: int
     tokens: int
     epoch: int
-    row_indices: tuple[int, ...]  # the rows of the window, all ranks
-
-
-@lru_cache(maxsize=4)  # one permutation serves a whole epoch of windows
-def epoch_order(n_rows: int, *, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-    """Return the order of the rows in an epoch, int64 [n_rows], a function of (seed, epoch) alone; read-only."""
-    if shuffle:
-        # Sorting raw Philox words instead of Generator.permutation: numpy fixes the stream of a bit generator for ever
-        # but may change what a Generator makes of it (NEP 19), and a resume may come with another numpy.
-        words = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(n_rows)
-        order = np.argsort(words, kind="stable")
-    else:
-        order = np.arange(n_rows)
-    order.setflags(write=False)
-    return order
+    row_indices: tuple[int, ...]  # the rows of the window, all ranks; of a stream, counted from its start
+    resume_at: Mapping[str, Any] | None = None  # of a stream: where the window after this one begins
+    notes: tuple[str, ...] = ()  # for the log
 
 
 def steps_per_epoch(n_rows: int, *, global_batch_size: int) -> int:
@@ -81,8 +70,33 @@ def build_window(
     assert rows.n_rows > 0, "prepare_rows refuses an empty data set"
     assert 0 <= rank < world_size
     epoch, place = divmod(step, steps_per_epoch(rows.n_rows, global_batch_size=global_batch_size))
-    order = epoch_order(rows.n_rows, seed=seed, epoch=epoch, shuffle=shuffle)
-    indices = np.sort(order[place * global_batch_size : (place + 1) * global_batch_size])
+    order = rows_of_epoch(rows, seed=seed, epoch=epoch, shuffle=shuffle)
+    return window_of_rows(
+        rows,
+        np.sort(order[place * global_batch_size : (place + 1) * global_batch_size]),
+        micro_batch_size=micro_batch_size,
+        rank=rank,
+        world_size=world_size,
+        seq_len=seq_len,
+        packing=packing,
+        pad_token_id=pad_token_id,
+        epoch=epoch,
+    )
+
+
+def window_of_rows(
+    rows: Rows,
+    indices: np.ndarray,
+    *,
+    micro_batch_size: int,
+    rank: int,
+    world_size: int,
+    seq_len: int,
+    packing: bool,
+    pad_token_id: int,
+    epoch: int,
+) -> Window:
+    """Build what `rank` feeds of a window of the given rows."""
     lengths = rows.document_starts[rows.row_documents[indices + 1]] - rows.document_starts[rows.row_documents[indices]]
     by_length = indices[np.argsort(-lengths, kind="stable")]
     dealt = deal_rows(by_length, micro_batch_size=micro_batch_size, rank=rank, world_size=world_size)
@@ -225,9 +239,10 @@ class _Failed:
 
 
 _DONE = object()
+Item = TypeVar("Item")
 
 
-def prefetched(source: Iterator[Window], *, depth: int) -> Generator[Window, None, None]:
+def prefetched(source: Iterator[Item], *, depth: int) -> Generator[Item, None, None]:
     """Run an iterator in a thread, at most `depth` items ahead; its exceptions are raised where the items are used."""
     waiting: queue.Queue = queue.Queue(maxsize=depth)
     closed = threading.Event()
@@ -236,7 +251,7 @@ def prefetched(source: Iterator[Window], *, depth: int) -> Generator[Window, Non
         while not closed.is_set():
             with suppress(queue.Full):
                 waiting.put(item, timeout=0.1)  # a bounded wait: the consumer may close while the queue is full
-                return True
+                return not closed.is_set()
         return False
 
     def work() -> None:
@@ -257,4 +272,8 @@ def prefetched(source: Iterator[Window], *, depth: int) -> Generator[Window, Non
             yield item
     finally:
         closed.set()
+        with suppress(queue.Empty):  # whoever waits to put something finds room at once
+            waiting.get_nowait()
         thread.join()
+        if isinstance(source, Generator):
+            source.close()  # it may hold threads, processes and files of its own

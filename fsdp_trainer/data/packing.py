@@ -5,6 +5,8 @@ Best-fit decreasing, with all documents of one length and all rows of one free s
 
 import numpy as np
 
+from fsdp_trainer.data.rows import Rows
+
 
 def pack_documents(lengths: np.ndarray, *, seq_len: int) -> np.ndarray:
     """Return the row of each document, int64 [documents]: best-fit decreasing, a pure function of its arguments.
@@ -44,6 +46,22 @@ def pack_documents(lengths: np.ndarray, *, seq_len: int) -> np.ndarray:
                     free.setdefault(left, []).append(some)
                     spaces |= 1 << left
     return _numbered_by_first_document(rows)
+
+
+def arrange_documents(
+    tokens: np.ndarray, supervised: np.ndarray, lengths: np.ndarray, *, seq_len: int, packing: bool
+) -> Rows:
+    """Put documents that lie back to back into rows, packed or one each; tokens and mask move together."""
+    row_of = pack_documents(lengths, seq_len=seq_len) if packing else np.arange(len(lengths))
+    order = np.argsort(row_of, kind="stable")
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    spans = [slice(starts[index], starts[index + 1]) for index in order]
+    return Rows(
+        tokens=np.concatenate([tokens[span] for span in spans]),
+        supervised=np.concatenate([supervised[span] for span in spans]),
+        document_starts=np.concatenate([[0], np.cumsum(lengths[order])]),
+        row_documents=np.concatenate([[0], np.cumsum(np.bincount(row_of))]),
+    )
 
 
 def _runs(descending: np.ndarray) -> tuple[list[int], list[int]]:

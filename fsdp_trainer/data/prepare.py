@@ -7,6 +7,8 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,13 +17,22 @@ import numpy as np
 import xxhash
 
 from fsdp_trainer.config import DataConfig
-from fsdp_trainer.data.cache import Source, Split, cache_path, evaluation_share
+from fsdp_trainer.data.cache import Split, cache_path, compares_with_training, evaluation_share
 from fsdp_trainer.data.chat import read_chat_template
 from fsdp_trainer.data.encode import Encoded, Encoder, build_encoder, encode_examples
-from fsdp_trainer.data.packing import pack_documents
-from fsdp_trainer.data.report import DataReport, load_report, save_report
-from fsdp_trainer.data.rows import Rows, load_rows, save_rows
-from fsdp_trainer.data.sources import BadRecord, Example, read_examples, resolve_paths
+from fsdp_trainer.data.order import share_rows
+from fsdp_trainer.data.packing import arrange_documents
+from fsdp_trainer.data.report import DataReport, build_report, load_report, save_report
+from fsdp_trainer.data.rows import Rows, join_rows, load_rows, save_rows
+from fsdp_trainer.data.sources import (
+    BadRecord,
+    Example,
+    Named,
+    Source,
+    read_examples,
+    resolve_paths,
+    resolve_sources,
+)
 from fsdp_trainer.data.workers import encode_in_processes
 from fsdp_trainer.errors import DataError
 
@@ -30,12 +41,10 @@ if TYPE_CHECKING:
 
 _CHUNK_RECORDS = 256
 _WORKERS_PAY_FROM_RECORDS = 5000  # starting them costs seconds; until there the tokenizer's own threads serve
-_SHOWN_BAD_RECORDS = 20
-_LOST_SHARE = 0.1  # more than this share of records dropped or cut is worth a warning
 
 
 def prepare_rows(
-    source: Source,
+    source: Named,
     *,
     data: DataConfig,
     tokenizer: "PreTrainedTokenizerBase",
@@ -64,12 +73,15 @@ def prepare_rows(
             on_records=on_records,
         )
     wait()
-    return load_prepared(path)
+    rows, report = load_prepared(path)
+    if split == "train":
+        rows = _with_weights(rows, sources=resolve_sources(source))
+    return rows, report
 
 
 def build_cache(
     path: Path,
-    source: Source,
+    source: Named,
     *,
     data: DataConfig,
     tokenizer: "PreTrainedTokenizerBase",
@@ -79,14 +91,7 @@ def build_cache(
     on_records: Callable[[int], None] = lambda count: None,
 ) -> None:
     """Build the rows and put them at `path`, complete or not at all."""
-    encoder = build_encoder(
-        tokenizer,
-        chat_template=read_chat_template(data.chat_template, tokenizer=tokenizer),
-        train_on=data.train_on,
-        seq_len=data.seq_len,
-        on_too_long=data.on_too_long,
-        vocab_size=vocab_size,
-    )
+    encoder = encoder_of(data, tokenizer=tokenizer, vocab_size=vocab_size)
     rows, report = build_rows(source, data=data, encoder=encoder, seed=seed, split=split, on_records=on_records)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,6 +112,19 @@ def build_cache(
         shutil.rmtree(building, ignore_errors=True)
 
 
+def encoder_of(data: DataConfig, *, tokenizer: "PreTrainedTokenizerBase", vocab_size: int | None = None) -> Encoder:
+    """Build the encoder that the settings ask for."""
+    return build_encoder(
+        tokenizer,
+        chat_template=read_chat_template(data.chat_template, tokenizer=tokenizer),
+        train_on=data.train_on,
+        seq_len=data.seq_len,
+        on_too_long=data.on_too_long,
+        vocab_size=vocab_size,
+        sanitize_control_tokens=data.sanitize_control_tokens,
+    )
+
+
 def load_prepared(path: Path) -> tuple[Rows, DataReport]:
     """Map the rows that `build_cache` left at `path`, and read their report."""
     if not path.exists():
@@ -119,7 +137,7 @@ def load_prepared(path: Path) -> tuple[Rows, DataReport]:
 
 
 def build_rows(
-    source: Source,
+    source: Named,
     *,
     data: DataConfig,
     encoder: Encoder,
@@ -127,30 +145,64 @@ def build_rows(
     split: Split = "train",
     on_records: Callable[[int], None] = lambda count: None,
 ) -> tuple[Rows, DataReport]:
-    """Read, encode and pack a source in memory."""
-    paths = resolve_paths(source)
-    examples = read_examples(paths, record_format=data.format)
+    """Read, encode and pack a source in memory; what is mixed by weight is packed apart."""
+    sources = resolve_sources(source)
+    read = partial(read_examples, record_format=data.format, columns=data.columns)
+    held_out: set[int] | None = None
     if share := evaluation_share(data):
-        held_out = _held_out_digests(paths, data=data, share=share, seed=seed)
-        examples = (example for example in examples if _side(example, held_out) == split)
+        held_out = _held_out_digests(read(resolve_paths(source)), share=share, seed=seed)
 
-    parts: list[Encoded] = []
-    records = 0
-    for part in _encode(examples, encoder=encoder, workers=data.workers):
-        if part.bad and data.on_bad_record == "error":
-            raise part.bad[0].error()
-        parts.append(part)
-        records += part.records
-        on_records(part.records)
-    bad = [record for part in parts for record in part.bad]
-    dropped = sum((part.dropped for part in parts), Counter())
-    if not any(len(part.lengths) for part in parts):
-        raise _nothing_left(paths, split=split, records=records, dropped=dropped, bad=bad)
-    rows = _arrange(parts, seq_len=data.seq_len, packing=data.packing)
-    return rows, _report(rows, parts, records=records, dropped=dropped, bad=bad, data=data, encoder=encoder)
+    digests: set[int] = set()
+    encoded: list[list[Encoded]] = [[] for _ in sources]
+    for one, parts in zip(sources, encoded, strict=True):
+        examples = read(one.files)
+        if held_out is not None:
+            examples = _on_side(examples, split, held_out=held_out)
+        if compares_with_training(data, split=split):
+            examples = _noted(examples, digests)
+        for part in encode_all(examples, encoder=encoder, workers=data.workers):
+            if part.bad and data.on_bad_record == "error":
+                raise part.bad[0].error()
+            parts.append(part)
+            on_records(part.records)
+        if split == "train" and not _has_documents(parts):
+            raise nothing_left(one.files, parts=parts, split=split)
+    together = list(chain(*encoded))
+    if not _has_documents(together):
+        raise nothing_left(resolve_paths(source), parts=together, split=split)
+    rows = [arrange(parts, seq_len=data.seq_len, packing=data.packing) for parts in encoded if _has_documents(parts)]
+    joined = rows[0] if len(sources) == 1 else join_rows(rows)
+    report = report_on(joined, together, data=data, encoder=encoder)
+    if (
+        leaked := sum(example.digest in digests for example in _examples(read(resolve_paths(data.train))))
+        if digests
+        else 0
+    ):
+        warning = f"{leaked:,} records of data.train also stand in data.eval: the loss there says less about new data"
+        report = replace(report, warnings=(*report.warnings, warning))
+    return joined, report
 
 
-def _encode(examples: Iterator[Example | BadRecord], *, encoder: Encoder, workers: int) -> Iterator[Encoded]:
+def _has_documents(parts: Sequence[Encoded]) -> bool:
+    return any(len(part.lengths) for part in parts)
+
+
+def _with_weights(rows: Rows, *, sources: Sequence[Source]) -> Rows:
+    weights = tuple(one.weight for one in sources if one.weight is not None)
+    if not weights:
+        return rows
+    for one, weight, count in zip(sources, weights, share_rows(rows.n_rows, weights=weights), strict=True):
+        if not count:
+            raise DataError(
+                "a source has too little weight to give a single row of an epoch",
+                values=f"{one.files[0]}: weight {weight:g} of {sum(weights):g}, {rows.n_rows} rows an epoch",
+                fix="raise its weight in data.train, or leave the source out",
+            )
+    return replace(rows, weights=weights)
+
+
+def encode_all(examples: Iterator[Example | BadRecord], *, encoder: Encoder, workers: int) -> Iterator[Encoded]:
+    """Encode records in order, in worker processes where there are many."""
     first = list(islice(examples, _WORKERS_PAY_FROM_RECORDS)) if workers else []
     chunks = _chunks(chain(first, examples))
     if workers and len(first) == _WORKERS_PAY_FROM_RECORDS:
@@ -165,17 +217,32 @@ def _chunks(examples: Iterable[Example | BadRecord]) -> Iterator[list[Example | 
         yield chunk
 
 
-def _side(example: Example | BadRecord, held_out: set[int]) -> Split:
-    return "eval" if isinstance(example, Example) and example.digest in held_out else "train"
+def _on_side(
+    examples: Iterator[Example | BadRecord], split: Split, *, held_out: set[int]
+) -> Iterator[Example | BadRecord]:
+    for example in examples:
+        side = "eval" if isinstance(example, Example) and example.digest in held_out else "train"
+        if side == split:
+            yield example
 
 
-def _held_out_digests(paths: Sequence[Path], *, data: DataConfig, share: float, seed: int) -> set[int]:
-    """Choose which records evaluate: the share with the smallest seeded hashes of their text.
+def _noted(examples: Iterator[Example | BadRecord], digests: set[int]) -> Iterator[Example | BadRecord]:
+    for example in examples:
+        if isinstance(example, Example):
+            digests.add(example.digest)
+        yield example
 
-    By text, not by place: a record that stands twice falls on one side with both copies, so nothing leaks.
+
+def _examples(records: Iterable[Example | BadRecord]) -> Iterator[Example]:
+    return (record for record in records if isinstance(record, Example))
+
+
+def _held_out_digests(examples: Iterable[Example | BadRecord], *, share: float, seed: int) -> set[int]:
+    """Choose which records evaluate: the share with the smallest seeded hashes of their content.
+
+    By content, not by place: a record that stands twice falls on one side with both copies, so nothing leaks.
     """
-    examples = read_examples(paths, record_format=data.format)
-    digests = {example.digest for example in examples if isinstance(example, Example)}
+    digests = {example.digest for example in _examples(examples)}
     drawn = sorted(digests, key=lambda digest: xxhash.xxh3_64_intdigest(digest.to_bytes(8, "little"), seed=seed))
     held_out = set(drawn[: max(1, round(share * len(drawn)))])
     if len(held_out) == len(drawn):
@@ -187,71 +254,37 @@ def _held_out_digests(paths: Sequence[Path], *, data: DataConfig, share: float, 
     return held_out
 
 
-def _arrange(parts: Sequence[Encoded], *, seq_len: int, packing: bool) -> Rows:
-    """Join the documents of all parts and order them by row."""
-    lengths = np.concatenate([part.lengths for part in parts])
-    row_of = pack_documents(lengths, seq_len=seq_len) if packing else np.arange(len(lengths))
-    order = np.argsort(row_of, kind="stable")
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    spans = [slice(starts[index], starts[index + 1]) for index in order]
-    tokens = np.concatenate([part.tokens for part in parts])
-    supervised = np.concatenate([part.supervised for part in parts])
-    return Rows(
-        tokens=np.concatenate([tokens[span] for span in spans]),
-        supervised=np.concatenate([supervised[span] for span in spans]),
-        document_starts=np.concatenate([[0], np.cumsum(lengths[order])]),
-        row_documents=np.concatenate([[0], np.cumsum(np.bincount(row_of))]),
+def arrange(parts: Sequence[Encoded], *, seq_len: int, packing: bool) -> Rows:
+    """Join the documents of all parts (at least one document) and put them into rows."""
+    return arrange_documents(
+        np.concatenate([part.tokens for part in parts]),
+        np.concatenate([part.supervised for part in parts]),
+        np.concatenate([part.lengths for part in parts]),
+        seq_len=seq_len,
+        packing=packing,
     )
 
 
-def _report(
-    rows: Rows,
-    parts: Sequence[Encoded],
-    *,
-    records: int,
-    dropped: Counter,
-    bad: Sequence[BadRecord],
-    data: DataConfig,
-    encoder: Encoder,
-) -> DataReport:
-    truncated = sum(part.truncated for part in parts)
-    stopping = sum(part.stopping for part in parts)
-    supervised_tokens = int(np.count_nonzero(rows.supervised))
-    warnings = []
-    if (endless := rows.n_documents - stopping - truncated) > 0:
-        warnings.append(
-            f"{endless:,} of {rows.n_documents:,} documents do not end with a token the model can stop at; it will "
-            f"not learn to stop from them (such tokens: {encoder.end_tokens()}; look at how the template ends a turn)"
-        )
-    if (lost := sum(dropped.values()) + len(bad)) > _LOST_SHARE * records:
-        warnings.append(f"{lost:,} of {records:,} records are not trained on")
-    if truncated > _LOST_SHARE * rows.n_documents:
-        warnings.append(f"{truncated:,} of {rows.n_documents:,} documents are cut at data.seq_len {data.seq_len}")
-    return DataReport(
-        records=records,
-        documents=rows.n_documents,
-        rows=rows.n_rows,
-        tokens=rows.total_tokens,
-        supervised_tokens=supervised_tokens,
-        longest_tokens=int(np.diff(rows.document_starts).max()),
-        truncated=truncated,
-        dropped=dict(sorted(dropped.items())),
-        skipped=dict(sorted(Counter(record.kind for record in bad).items())),
-        skipped_examples=tuple(f"{record.where}: {record.what}" for record in bad[:_SHOWN_BAD_RECORDS]),
-        packing_efficiency=rows.total_tokens / (rows.n_rows * data.seq_len) if data.packing else None,
-        warnings=tuple(warnings),
-    )
+def report_on(rows: Rows, parts: Sequence[Encoded], *, data: DataConfig, encoder: Encoder) -> DataReport:
+    """Count what happened to the records of the given parts, which the rows were made of."""
+    records, dropped, bad = _count(parts)
+    return build_report(rows, parts, records=records, dropped=dropped, bad=bad, data=data, encoder=encoder)
 
 
-def _nothing_left(
-    paths: Sequence[Path], *, split: Split, records: int, dropped: Counter, bad: Sequence[BadRecord]
-) -> DataError:
+def _count(parts: Sequence[Encoded]) -> tuple[int, Counter, list[BadRecord]]:
+    dropped = sum((part.dropped for part in parts), Counter())
+    return sum(part.records for part in parts), dropped, [record for part in parts for record in part.bad]
+
+
+def nothing_left(paths: Sequence[Path], *, parts: Sequence[Encoded], split: Split) -> DataError:
+    """Return the error for files that give no document, with what became of their records."""
+    records, dropped, bad = _count(parts)
     counts = [f"{count} {reason}" for reason, count in dropped.items()]
     counts += [f"{count} {kind} (skipped)" for kind, count in Counter(record.kind for record in bad).items()]
     first = f"; first: {bad[0].where}: {bad[0].what}" if bad else ""
     return DataError(
         "no record is left to train on" if split == "train" else "no record is left to evaluate on",
-        values=f"{records} records in {', '.join(map(str, paths))}: {', '.join(counts)}{first}",
+        values=f"{records} records in {', '.join(map(str, paths[:5]))}: {', '.join(counts)}{first}",
         fix="raise data.seq_len if answers are cut off, or look at the records and at data.format and data.train_on"
         + ("" if split == "train" else "; a larger share in data.eval holds more of them"),
     )

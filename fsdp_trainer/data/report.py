@@ -4,10 +4,28 @@ Kept beside the cached rows, so that a run from the cache says the same as the r
 """
 
 import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
+
+from fsdp_trainer.data.chat import END_INSIDE_ANSWER, REWRITTEN, TYPED_CONTROL
+from fsdp_trainer.data.rows import Rows
 from fsdp_trainer.errors import DataError
+
+if TYPE_CHECKING:
+    from fsdp_trainer.config import DataConfig
+    from fsdp_trainer.data.encode import Encoded, Encoder
+    from fsdp_trainer.data.sources import BadRecord
+
+_SHOWN_BAD_RECORDS = 20
+_LOST_SHARE = 0.1  # more than this share of records dropped or cut is worth a warning
+_FEW_TARGETS = 0.05  # fewer supervised tokens than this share: most of the compute trains nothing
+_PERCENTILES = (5, 25, 50, 75, 95, 99)
+_BARS = 24
 
 
 @dataclass(frozen=True)
@@ -20,27 +38,137 @@ class DataReport:
     tokens: int
     supervised_tokens: int
     longest_tokens: int  # the longest document
-    truncated: int  # documents cut at seq_len
+    truncated: int  # records cut at seq_len
+    split: int  # records cut into several documents
+    duplicates: int  # records that stand in the data before, word for word
     dropped: dict[str, int]  # records with nothing to train on, or too long, by reason
     skipped: dict[str, int]  # bad records left out because data.on_bad_record is skip, by kind
     skipped_examples: tuple[str, ...]  # the first few of them: place and reason
+    notes: dict[str, int]  # what else is worth knowing, by kind
+    length_percentiles: dict[str, int]  # of the records in tokens, before anything was cut
+    length_bars: tuple[tuple[int, int], ...]  # (shortest of the bar, records in it), equally wide; the last is a border
     packing_efficiency: float | None  # share of the tokens in packed rows that are not padding; None: not packed
     warnings: tuple[str, ...]
 
     def format_lines(self) -> list[str]:
-        """Return the log's lines, one a fact."""
+        """Return the log's lines: one a fact, then the warnings."""
+        return self.format_facts() + [f"warning: {warning}" for warning in self.warnings]
+
+    def format_facts(self) -> list[str]:
+        """Return the counts, one line a fact."""
         packed = "" if self.packing_efficiency is None else f", {self.packing_efficiency:.1%} full"
         lines = [
             f"{_count(self.records, 'record')} gave {_count(self.documents, 'document')} in "
             f"{_count(self.rows, 'row')}{packed}: {self.tokens:,} tokens, {self.supervised_tokens:,} supervised "
             f"({self.supervised_tokens / self.tokens:.0%}), longest document {self.longest_tokens:,}"
         ]
+        if self.length_percentiles:
+            shares = ", ".join(f"{length:,} ({share} %)" for share, length in self.length_percentiles.items())
+            lines.append(f"record lengths in tokens: {shares}")
         if self.truncated:
-            lines.append(f"{_count(self.truncated, 'document')} cut at data.seq_len")
+            lines.append(f"{_count(self.truncated, 'record')} cut at data.seq_len")
+        if self.split:
+            lines.append(f"{_count(self.split, 'record')} split into documents of at most data.seq_len tokens")
         lines += [f"{_count(count, 'record')} dropped: {reason}" for reason, count in self.dropped.items()]
         lines += [f"{_count(count, 'bad record')} skipped: {kind}" for kind, count in self.skipped.items()]
         lines += [f"  {example}" for example in self.skipped_examples]
-        return lines + [f"warning: {warning}" for warning in self.warnings]
+        return lines + [f"{kind}: {count:,}" for kind, count in self.notes.items()]
+
+
+def build_report(
+    rows: Rows,
+    parts: "Sequence[Encoded]",
+    *,
+    records: int,
+    dropped: Counter,
+    bad: "Sequence[BadRecord]",
+    data: "DataConfig",
+    encoder: "Encoder",
+) -> DataReport:
+    """Add up what happened to the records of the given parts, which the rows were made of."""
+    notes = sum((part.notes for part in parts), Counter())
+    lengths = np.concatenate([part.record_lengths for part in parts])
+    digests = np.concatenate([part.digests for part in parts])
+    truncated = sum(part.truncated for part in parts)
+    duplicates = len(digests) - len(np.unique(digests))
+    supervised_tokens = int(np.count_nonzero(rows.supervised))
+    warnings = [
+        *_stop_warnings(sum(part.endless for part in parts), records=len(lengths), notes=notes, encoder=encoder),
+        *_loss_warnings(sum(dropped.values()) + len(bad), truncated=truncated, records=records, data=data),
+    ]
+    if duplicates:
+        warnings.append(f"{duplicates:,} of {records:,} records stand in the data more than once, word for word")
+    if supervised_tokens < _FEW_TARGETS * rows.total_tokens:
+        warnings.append(
+            f"only {supervised_tokens / rows.total_tokens:.1%} of the tokens are trained on: the rest costs time and "
+            f"teaches nothing (data.train_on: {data.train_on})"
+        )
+    return DataReport(
+        records=records,
+        documents=rows.n_documents,
+        rows=rows.n_rows,
+        tokens=rows.total_tokens,
+        supervised_tokens=supervised_tokens,
+        longest_tokens=int(np.diff(rows.document_starts).max()),
+        truncated=truncated,
+        split=sum(part.split for part in parts),
+        duplicates=duplicates,
+        dropped=dict(sorted(dropped.items())),
+        skipped=dict(sorted(Counter(record.kind for record in bad).items())),
+        skipped_examples=tuple(f"{record.where}: {record.what}" for record in bad[:_SHOWN_BAD_RECORDS]),
+        notes=dict(sorted(notes.items())),
+        length_percentiles=_percentiles(lengths),
+        length_bars=_bars(lengths),
+        packing_efficiency=rows.total_tokens / (rows.n_rows * data.seq_len) if data.packing else None,
+        warnings=tuple(warnings),
+    )
+
+
+def _stop_warnings(endless: int, *, records: int, notes: Counter, encoder: "Encoder") -> Iterator[str]:
+    if endless:
+        yield (
+            f"{endless:,} of {records:,} records do not end with a token the model can stop at; it will not learn to "
+            f"stop from them (such tokens: {encoder.end_tokens()}; look at how the template ends a turn)"
+        )
+    turn_end = encoder.template.turn_end if encoder.template else None
+    if count := notes[END_INSIDE_ANSWER]:
+        yield f"{_count(count, 'record')} with {turn_end} inside an answer: the model learns to stop there"
+    if count := notes[TYPED_CONTROL]:
+        sanitized = encoder.template is not None and encoder.template.sanitize
+        yield f"{_count(count, 'record')} with the text of control tokens in a message, encoded as " + (
+            "plain text (data.sanitize_control_tokens: false makes tokens of them)"
+            if sanitized
+            else "control tokens: a message can then end its own turn (data.sanitize_control_tokens: true)"
+        )
+    if count := notes[REWRITTEN]:
+        yield (
+            f"{_count(count, 'record')} in which the template writes an earlier answer otherwise than a last one "
+            "(thinking left out); data.train_on: last_assistant trains on the last one alone"
+        )
+    if encoder.template is not None and encoder.template.writes_the_date:
+        yield "the chat template writes today's date, so the same data prepared on another day gives other tokens"
+
+
+def _loss_warnings(lost: int, *, truncated: int, records: int, data: "DataConfig") -> Iterator[str]:
+    if lost > _LOST_SHARE * records:
+        yield f"{lost:,} of {records:,} records are not trained on"
+    if truncated > _LOST_SHARE * records:
+        yield f"{truncated:,} of {records:,} records are cut at data.seq_len {data.seq_len}"
+
+
+def _percentiles(lengths: np.ndarray) -> dict[str, int]:
+    if not len(lengths):
+        return {}
+    # "lower": a length that a record really has
+    return {str(share): int(np.percentile(lengths, share, method="lower")) for share in _PERCENTILES}
+
+
+def _bars(lengths: np.ndarray) -> tuple[tuple[int, int], ...]:
+    if not len(lengths):
+        return ()
+    width = max(1, -(-int(lengths.max() + 1) // _BARS))
+    counts = np.bincount(lengths // width)
+    return (*((index * width, int(count)) for index, count in enumerate(counts)), (len(counts) * width, 0))
 
 
 def _count(number: int, noun: str) -> str:
@@ -57,6 +185,7 @@ def load_report(path: Path) -> DataReport:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         fields |= {name: tuple(fields[name]) for name in ("skipped_examples", "warnings")}
+        fields["length_bars"] = tuple((start, count) for start, count in fields["length_bars"])
         return DataReport(**fields)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(

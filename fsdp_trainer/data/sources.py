@@ -1,35 +1,29 @@
-"""Read the records of JSON Lines files, with the place of each one for error messages.
+"""From `data.train` or `data.eval` to records: which files they name, and what each record in them holds.
 
 A broken record takes its place in the stream, named by file and line: whether it stops the run is not decided here.
 """
 
 import json
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from fsdp_trainer.data.formats import FORMATS, Chat, Plain, RecordError, example_from_record, recognise_format
+from fsdp_trainer.config import COLUMNS, SourceConfig
+from fsdp_trainer.data.formats import (
+    Chat,
+    Plain,
+    RecordError,
+    canonical,
+    example_from_record,
+    recognise_format,
+)
+from fsdp_trainer.data.readers import ONE_OBJECT_A_LINE, START, Mark, Record, file_kind, read_records, refuse_unreadable
 from fsdp_trainer.errors import DataError
 
-_LATER = {
-    ".parquet": "Parquet files",
-    ".arrow": "Arrow files",
-    ".csv": "CSV files",
-    ".tsv": "TSV files",
-    ".txt": "plain text files",
-    ".gz": "gzip files",
-    ".zst": "zstd files",
-    ".zip": "zip files",
-    ".xz": "xz files",
-}
-_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
-_NO_RECORDS_FIX = "write one JSON object a line, such as " + json.dumps(
-    {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}
-)
+Named = str | Path | SourceConfig | Sequence[str | SourceConfig]  # what data.train and data.eval may be
 
 
 @dataclass(frozen=True)
@@ -50,148 +44,176 @@ class BadRecord:
 
 @dataclass(frozen=True)
 class Example:
-    """One usable record: its content, its place, and a hash of its text that decides the side of a split."""
+    """One usable record: its content, its place, and a hash of its content that decides the side of a split."""
 
     content: Chat | Plain
     where: str
     digest: int
 
 
-def resolve_paths(source: str | Path | Sequence[str]) -> list[Path]:
-    """Return the files of `data.train` or `data.eval`; refuse what is missing or not read by this version."""
-    names = [source] if isinstance(source, str | Path) else list(source)
-    if not names:
-        raise DataError("no data file is named", fix="set data.train to a JSONL file or a list of them")
-    paths = [Path(name).expanduser() for name in names]
+@dataclass(frozen=True)
+class Source:
+    """Files that are read one after another and packed together; `weight` is None where nothing is mixed."""
+
+    files: tuple[Path, ...]
+    weight: float | None = None
+
+
+def resolve_sources(named: Named) -> tuple[Source, ...]:
+    """Return the sources of `data.train` or `data.eval`: one a weight, or a single one of all files without weights.
+
+    Folders are searched through, a folder that `datasets` saved and a hub id give their Arrow files.
+    """
+    entries = [named] if isinstance(named, str | Path | SourceConfig) else list(named)
+    if not entries:
+        raise DataError("no data file is named", fix="set data.train to a file, a folder, a hub id or a list of them")
+    sources = [entry if isinstance(entry, SourceConfig) else SourceConfig(path=str(entry)) for entry in entries]
+    files = [_files_of(source) for source in sources]
+    if sources[0].weight is None:  # the settings refuse weights for some only
+        return (Source(tuple(file for group in files for file in group)),)
+    return tuple(Source(group, source.weight) for source, group in zip(sources, files, strict=True))
+
+
+def resolve_paths(named: Named) -> list[Path]:
+    """Return the files of `data.train` or `data.eval` in the order they are read."""
+    return [file for source in resolve_sources(named) for file in source.files]
+
+
+def read_examples(
+    paths: Sequence[Path], *, record_format: str = "auto", columns: Mapping[str, str] | None = None
+) -> Iterator[Example | BadRecord]:
+    """Yield the records of the files in order; each file keeps to one format, the one of its first good record."""
     for path in paths:
-        if path.is_dir():
-            raise DataError("folders are not read yet", values=str(path), fix="list its JSONL files in data.train")
-        if not path.exists():
+        for example, _ in read_file(path, record_format=record_format, columns=columns):
+            yield example
+
+
+def read_file(
+    path: Path, *, record_format: str = "auto", columns: Mapping[str, str] | None = None, start: Mark = START
+) -> Iterator[tuple[Example | BadRecord, Mark]]:
+    """Yield the records of one file from a mark on, each with the mark behind it; refuse a file without any."""
+    wanted = {(columns or {}).get(key, key) for key in COLUMNS}
+    file_format = None if record_format == "auto" else record_format
+    if file_format is None and start != START:
+        file_format = _format_of(path, columns=columns, wanted=wanted)
+    empty = True
+    for record in read_records(path, start=start, wanted=wanted):
+        empty = False
+        try:
+            value = _renamed(record, columns)
+            file_format = file_format or recognise_format(value)
+            content = example_from_record(value, file_format)
+        except RecordError as error:
+            yield BadRecord(kind=error.kind, where=record.where, what=error.what), record.after
+        else:
+            yield Example(content, record.where, xxhash.xxh3_64_intdigest(canonical(content))), record.after
+    if empty and start == START:
+        raise DataError("the data file holds no records", values=str(path), fix=ONE_OBJECT_A_LINE)
+
+
+def _format_of(path: Path, *, columns: Mapping[str, str] | None, wanted: set[str]) -> str | None:
+    for record in read_records(path, wanted=wanted):
+        try:
+            return recognise_format(_renamed(record, columns))
+        except RecordError:
+            continue
+    return None
+
+
+def _renamed(record: Record, columns: Mapping[str, str] | None) -> dict[str, Any]:
+    if isinstance(record.value, RecordError):
+        raise record.value
+    if not columns:
+        return record.value
+    if missing := [name for name in columns.values() if name not in record.value]:
+        raise RecordError(
+            "missing field", f"no {missing[0]!r}, which data.columns names; the record has {sorted(record.value)}"
+        )
+    taken = set(columns.values())
+    kept = {key: value for key, value in record.value.items() if key not in taken}
+    return kept | {key: record.value[name] for key, name in columns.items()}
+
+
+# Files
+
+
+def _files_of(source: SourceConfig) -> tuple[Path, ...]:
+    path = Path(source.path).expanduser()
+    if not path.exists():
+        if not _may_be_hub_id(source.path):
             raise DataError(
                 "the data file does not exist",
                 values=f"{path} (looked in {Path.cwd()})",
-                fix="give the path of a JSONL file; hub ids, folders, Parquet and CSV are not read yet",
+                fix="give the path of a file or folder, or a hub id such as org/name",
             )
-        if (later := _LATER.get(path.suffix.lower())) is not None:
-            raise DataError(f"{later} are not read yet", values=str(path), fix="convert it to JSONL: one record a line")
-    return paths
+        return _hub_files(source)
+    for key in ("split", "subset"):
+        if getattr(source, key) is not None:
+            raise DataError(
+                f"{key} has no effect on local files",
+                values=f"{source.path}, {key}: {getattr(source, key)}",
+                fix=f"leave it out, and name the files of that {key}",
+            )
+    if path.is_file():
+        refuse_unreadable(path)
+        return (path,)
+    return _saved_files(path) if (path / "state.json").is_file() else _folder_files(path)
 
 
-def read_examples(paths: Sequence[Path], *, record_format: str = "auto") -> Iterator[Example | BadRecord]:
-    """Yield the records of the files in order; each file keeps to one format, the one of its first good record."""
-    if record_format not in ("auto", *FORMATS):
+def _folder_files(folder: Path) -> tuple[Path, ...]:
+    """Return the data files below a folder, in the order of their names; hidden ones (. or _ in front) are not data."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
         raise DataError(
-            f"data.format {record_format} is not read yet", fix=f"convert the records to one of {', '.join(FORMATS)}"
+            "the folder holds several splits that datasets saved",
+            values=f"{folder}: {', '.join(splits)}",
+            fix=f"name one of them, such as {folder / splits[0]}",
         )
-    for path in paths:
-        file_format = None if record_format == "auto" else record_format
-        lines = 0
-        for line, where in _lines(path):
-            lines += 1
-            try:
-                value = parse_record(line)
-                file_format = file_format or recognise_format(value)
-                content = example_from_record(value, file_format)
-            except RecordError as error:
-                yield BadRecord(kind=error.kind, where=where, what=error.what)
-            else:
-                yield Example(content, where, xxhash.xxh3_64_intdigest(line))
-        if not lines:
-            raise DataError("the data file holds no records", values=str(path), fix=_NO_RECORDS_FIX)
-
-
-def parse_record(line: bytes) -> dict[str, Any]:
-    """Parse one line of UTF-8; raise RecordError for broken JSON, repeated keys, lone surrogates, or not an object."""
-    try:
-        value = json.loads(line, object_pairs_hook=_object_without_repeats)
-    except json.JSONDecodeError as error:
-        raise RecordError("broken JSON", f"not valid JSON: {error.msg} at column {error.colno}") from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of nested brackets
-        raise RecordError("broken JSON", f"not readable as JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise RecordError("wrong type", f"a record is a JSON object, this is a {json_type(value)}")
-    if _SURROGATE_ESCAPE.search(line):
-        _refuse_lone_surrogates(value)
-    return value
-
-
-def json_type(value: Any) -> str:
-    """Name the type of a JSON value as its author would."""
-    names = {dict: "object", list: "list", str: "string", bool: "boolean", int: "number", float: "number"}
-    return names.get(type(value), "null")
-
-
-def _lines(path: Path) -> Iterator[tuple[bytes, str]]:
-    """Yield the lines that hold something, checked to be UTF-8, each with its place."""
-    offset, first = 0, True
-    with path.open("rb") as file:  # binary: lines end at \n alone; U+2028 or \x85 inside a string does not end one
-        for number, raw in enumerate(file, start=1):
-            line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
-            _refuse_other_encodings(raw, path=path, number=number, offset=offset)
-            offset += len(raw)
-            line = line.strip()
-            if not line:
-                continue
-            if first and line.startswith(b"["):
-                yield from _elements(path, number)
-                return
-            first = False
-            yield line, f"{path}:{number}"
-
-
-def _elements(path: Path, number: int) -> Iterator[tuple[bytes, str]]:
-    """Yield the elements of a file that is one JSON array, as if each stood on its own line."""
-    try:
-        text = path.read_bytes().decode().removeprefix("\ufeff")
-        values = json.loads(text, object_pairs_hook=_object_without_repeats)
-    except UnicodeDecodeError as error:
-        raise _not_utf8(path, offset=error.start, where=f"byte {error.start}") from None
-    except (ValueError, RecordError) as error:
+    below = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    seen = [path for path in below if not any(part[0] in "._" for part in path.relative_to(folder).parts)]
+    files = tuple(path for path in seen if file_kind(path) is not None)
+    if not files:
+        names = ", ".join(path.name for path in seen[:5]) or "nothing"
         raise DataError(
-            f"{path}:{number}: starts with [ but is neither a record nor part of a JSON array",
-            values=str(error),
-            fix=_NO_RECORDS_FIX,
-        ) from None
-    for index, value in enumerate(values):
-        yield json.dumps(value, ensure_ascii=True).encode(), f"{path}: element {index} of the array"
+            "the folder holds no data files",
+            values=f"{folder} holds {names}",
+            fix="put .jsonl, .json, .parquet, .csv, .tsv, .txt or .arrow files in it (also as .gz or .zst)",
+        )
+    return files
 
 
-def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise RecordError("repeated key", f"the key {repeated!r} stands twice in one object; only one could be used")
-    return value
-
-
-def _refuse_lone_surrogates(value: Any) -> None:
+def _saved_files(folder: Path) -> tuple[Path, ...]:
+    """Return the Arrow files of a folder that `datasets.Dataset.save_to_disk` wrote."""
     try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        code = f"\\u{ord(error.object[error.start]):04x}"
-        raise RecordError("lone surrogate", f"{code} is half of a character pair and stands for no text") from None
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        files = tuple(folder / file["filename"] for file in state["_data_files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            "the folder is not one that datasets saved", values=f"{folder}/state.json: {error}", fix="save it again"
+        ) from error
+    if missing := [file for file in files if not file.is_file()]:
+        raise DataError("a file of the saved data set is missing", values=str(missing[0]), fix="copy the whole folder")
+    return files
 
 
-def _refuse_other_encodings(raw: bytes, *, path: Path, number: int, offset: int) -> None:
-    # Never skipped, whatever data.on_bad_record says: the whole file is in another encoding, and dropping every line
-    # with an accent would leave a data set that looks healthy.
+def _may_be_hub_id(name: str) -> bool:
+    parts = name.split("/")
+    return len(parts) == 2 and all(parts) and name[0] not in ".~" and file_kind(Path(name)) is None
+
+
+def _hub_files(source: SourceConfig) -> tuple[Path, ...]:
+    """Return the Arrow files that `datasets` makes of a hub data set in its own cache."""
+    import datasets
+
+    split = source.split or "train"
     try:
-        raw.decode()
-    except UnicodeDecodeError as error:
-        raise _not_utf8(
-            path, offset=offset + error.start, where=f"{path}:{number}, byte {offset + error.start}"
-        ) from None
-
-
-def _not_utf8(path: Path, *, offset: int, where: str) -> DataError:
-    with path.open("rb") as file:
-        head = file.read(2)
-        file.seek(offset)
-        byte = file.read(1)
-    guess = "UTF-16" if head in (b"\xff\xfe", b"\xfe\xff") else "latin-1 or windows-1252"
-    return DataError(
-        f"the data file is not UTF-8 ({where})",
-        values=f"byte 0x{byte.hex()} at offset {offset} of {path}; perhaps {guess}",
-        fix=f"convert it: iconv -f {guess.split()[0].upper()} -t UTF-8 {path} > utf8.jsonl",
-    )
+        found = datasets.load_dataset(source.path, name=source.subset, split=split)
+    except Exception as error:  # it has no common base: connection, missing split, missing subset, a script
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise DataError(
+            "the hub data set cannot be loaded",
+            values=f"{source.path}, split {split}: {reason}",
+            fix="check the id, split and subset and the connection; or save it once with Dataset.save_to_disk and name "
+            "that folder",
+        ) from error
+    return tuple(Path(file["filename"]) for file in found.cache_files)

@@ -10,7 +10,7 @@ import queue
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +23,7 @@ from fsdp_trainer.errors import DataError
 
 def encode_in_processes(
     chunks: Iterable[list[Example | BadRecord]], *, encoder: Encoder, workers: int
-) -> Iterator[Encoded]:
+) -> Generator[Encoded, None, None]:
     """Encode chunks of records in `workers` processes and yield the results in the order of the chunks."""
     processes = [_start() for _ in range(workers)]
     idle: queue.SimpleQueue[subprocess.Popen] = queue.SimpleQueue()

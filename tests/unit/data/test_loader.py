@@ -12,7 +12,6 @@ from fsdp_trainer.data.loader import (
     MicroBatch,
     Window,
     build_window,
-    epoch_order,
     evaluation_windows,
     iterate_windows,
     prefetched,
@@ -104,21 +103,6 @@ def test_an_epoch_holds_each_row_once_and_its_last_window_counts_its_own_tokens(
     assert len(last) == rows.n_rows - batch * (steps - 1)
     assert epoch[-1].supervised_tokens == rows.row_supervised()[last].sum()
     assert windows(rows, step=steps, batch=batch)[0].epoch == 1
-
-
-def test_epochs_differ_and_repeat():
-    orders = [epoch_order(100, seed=0, epoch=epoch, shuffle=True) for epoch in range(3)]
-    assert all(sorted(order.tolist()) == list(range(100)) for order in orders)
-    assert not np.array_equal(orders[0], orders[1])
-    assert not np.array_equal(orders[0], epoch_order(100, seed=1, epoch=0, shuffle=True))
-    epoch_order.cache_clear()
-    assert np.array_equal(orders[1], epoch_order(100, seed=0, epoch=1, shuffle=True))
-    assert epoch_order(5, seed=0, epoch=3, shuffle=False).tolist() == [0, 1, 2, 3, 4]
-
-
-def test_the_order_is_fixed_for_ever():
-    """A resume may come with another numpy or another version of this package: the order must not move."""
-    assert epoch_order(10, seed=0, epoch=0, shuffle=True).tolist() == [0, 2, 9, 1, 8, 5, 4, 3, 6, 7]
 
 
 def naive_micro_batch(rows: Rows, batch: MicroBatch) -> tuple[list[int], list[int], list[int], list[int]]:

@@ -1,6 +1,8 @@
 """The cache, the split into training and evaluation, and worker processes."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -163,7 +165,7 @@ def test_the_report_adds_up(prepared, jsonl):
     text = "\n".join(report.format_lines())
     for part in (
         "6 records gave 4 documents",
-        "1 document cut",
+        "1 record cut",
         "empty completion",
         "mixed.jsonl:6",
         "warning: 2 of 6",
@@ -214,6 +216,12 @@ def test_many_records_go_to_workers_and_give_the_same_rows(prepared, jsonl, monk
     one = prepared(path, workers=1, cache_dir=str(tmp_path / "one"))[0]
     none = prepared(path, workers=0, cache_dir=str(tmp_path / "none"))[0]
     assert same(one, none)
+
+
+def test_a_worker_process_imports_no_torch():
+    """It would cost each of them seconds and some 300 MB."""
+    code = "import sys, fsdp_trainer.data.workers; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=False).returncode == 0
 
 
 @pytest.mark.slow

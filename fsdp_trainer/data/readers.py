@@ -1,0 +1,383 @@
+"""Read one data file record by record: JSON Lines, a JSON array, CSV, Parquet, Arrow or plain text, packed or not.
+
+Each record comes with its place for messages, and with the mark from which reading can go on after it.
+"""
+
+import csv
+import gzip
+import io
+import json
+import re
+import shutil
+import sys
+import tempfile
+import zlib
+from collections.abc import Collection, Generator, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from fsdp_trainer.data.formats import RecordError
+from fsdp_trainer.errors import DataError
+
+PACKED = {".gz": "gzip", ".zst": "zstd"}
+KINDS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".txt": "text"}
+KINDS |= {".parquet": "table", ".arrow": "table"}
+# What a person may name by mistake: read as JSON Lines these would only give an odd message.
+_UNREADABLE = {".zip", ".xz", ".bz2", ".7z", ".tar", ".tgz", ".xlsx", ".xls", ".pdf", ".docx", ".pkl", ".pt", ".npy"}
+_MAX_TEXT_BYTES = 2**30  # a plain text file is one record, and a record is held in memory
+_TABLE_ROWS = 1024  # rows of a table turned into Python objects at a time
+_BOM = b"\xef\xbb\xbf"
+_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
+ONE_OBJECT_A_LINE = "write one JSON object a line, such as " + json.dumps(
+    {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}
+)
+
+
+class Mark(NamedTuple):
+    """A place between two records: `offset` bytes of the unpacked file (rows of a table), after `line` lines (rows)."""
+
+    offset: int = 0
+    line: int = 0
+
+
+START = Mark()
+
+
+class Record(NamedTuple):
+    """One record as it stands in its file, or why it cannot be read; `after` is where the next one starts."""
+
+    value: dict[str, Any] | RecordError
+    where: str
+    after: Mark
+
+
+def file_kind(path: Path) -> str | None:
+    """Return how a file is read: json, csv, table or text; None when its name does not say."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in PACKED:
+        suffixes.pop()
+    return KINDS.get(suffixes[-1]) if suffixes else None
+
+
+def refuse_unreadable(path: Path) -> None:
+    """Raise DataError for a kind of file that is never read."""
+    for suffix in (part.lower() for part in path.suffixes[-2:]):
+        if suffix in _UNREADABLE:
+            raise DataError(
+                f"{suffix} files are not read",
+                values=str(path),
+                fix="convert or unpack it: JSONL, JSON, Parquet, CSV, TSV, text and Arrow files are read, also as .gz "
+                "or .zst",
+            )
+
+
+def read_records(path: Path, *, start: Mark = START, wanted: Collection[str] = ()) -> Iterator[Record]:
+    """Yield the records of a file from a mark on; of tables only the columns in `wanted`, where it names any.
+
+    DataError for what is wrong with the whole file: another encoding, a damaged or cut file, a header without a name.
+    """
+    kind = file_kind(path)
+    if kind == "csv":
+        return _read_csv(path, start=start, delimiter="\t" if ".tsv" in path.name.lower() else ",")
+    if kind == "table":
+        return _read_table(path, start=start, wanted=wanted)
+    if kind == "text":
+        return _read_text(path, start=start)
+    return _read_array(path, start=start) if _is_array(path) else _read_json_lines(path, start=start)
+
+
+def parse_record(line: bytes) -> dict[str, Any]:
+    """Parse one line of UTF-8; raise RecordError for broken JSON, repeated keys, lone surrogates, or not an object."""
+    try:
+        value = json.loads(line, object_pairs_hook=_object_without_repeats)
+    except json.JSONDecodeError as error:
+        raise RecordError("broken JSON", f"not valid JSON: {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of nested brackets
+        raise RecordError("broken JSON", f"not readable as JSON: {error}") from None
+    return _checked_object(value, surrogates=_SURROGATE_ESCAPE.search(line) is not None)
+
+
+def json_type(value: Any) -> str:
+    """Name the type of a JSON value as its author would."""
+    names = {dict: "object", list: "list", str: "string", bool: "boolean", int: "number", float: "number"}
+    return names.get(type(value), "null" if value is None else type(value).__name__)
+
+
+# JSON
+
+
+def _read_json_lines(path: Path, *, start: Mark) -> Iterator[Record]:
+    for line, after in _lines(path, start=start):
+        if not (text := line.strip()):
+            continue
+        try:
+            value: dict[str, Any] | RecordError = parse_record(text)
+        except RecordError as error:
+            value = error
+        yield Record(value, f"{path}:{after.line}", after)
+
+
+def _is_array(path: Path) -> bool:
+    with closing(_lines(path, start=START)) as lines:
+        first = next((text for line, _ in lines if (text := line.strip())), b"")
+    return first.startswith(b"[")
+
+
+def _read_array(path: Path, *, start: Mark) -> Iterator[Record]:
+    """Yield the elements of a file that is one JSON array; it is held in memory whole."""
+    text = b"".join(line for line, _ in _lines(path, start=START)).decode()
+    try:
+        values = json.loads(text, object_pairs_hook=_object_without_repeats)
+    except (ValueError, RecursionError, RecordError) as error:
+        raise DataError(
+            f"{path}:1: starts with [ but is neither a record nor part of a JSON array",
+            values=str(error),
+            fix=ONE_OBJECT_A_LINE,
+        ) from None
+    for index, value in enumerate(values[start.offset :], start=start.offset):
+        try:
+            value = _checked_object(value, surrogates=True)
+        except RecordError as error:
+            value = error
+        yield Record(value, f"{path}: element {index} of the array", Mark(index + 1, index + 1))
+
+
+def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise RecordError(
+            "repeated key",
+            f"the key {_first_repeated([name for name, _ in pairs])!r} stands twice in one object; only one could be "
+            "used",
+        )
+    return value
+
+
+def _first_repeated(names: list[str]) -> str | None:
+    return next((name for name in names if names.count(name) > 1), None)
+
+
+def _checked_object(value: Any, *, surrogates: bool) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise RecordError("wrong type", f"a record is a JSON object, this is a {json_type(value)}")
+    if surrogates:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            code = f"\\u{ord(error.object[error.start]):04x}"
+            raise RecordError("lone surrogate", f"{code} is half of a character pair and stands for no text") from None
+    return value
+
+
+# CSV and plain text
+
+
+def _read_csv(path: Path, *, start: Mark, delimiter: str) -> Iterator[Record]:
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the default, 128 KiB, is shorter than many a document
+    with closing(_lines(path, start=START)) as lines:
+        text = _Text(lines)
+        header = next(csv.reader(text, delimiter=delimiter, strict=True), [])
+        first = text.after
+    if (repeated := _first_repeated(header)) is not None:
+        raise DataError(
+            f"{path}:1: two columns have one name", values=f"{repeated!r} in {header}", fix="rename one of them"
+        )
+    with closing(_lines(path, start=max(start, first))) as lines:
+        text = _Text(lines, after=max(start, first))
+        rows = csv.reader(text, delimiter=delimiter, strict=True)
+        while True:
+            where = f"{path}:{text.after.line + 1}"
+            try:
+                cells = next(rows)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                if "unexpected end of data" in str(error):  # never skipped: it swallowed the rest of the file
+                    raise DataError(
+                        f"{where}: a quote is opened here and never closed", values=str(path), fix="close the quote"
+                    ) from None
+                yield Record(RecordError("broken CSV", f"not valid CSV: {error}"), where, text.after)
+                continue
+            if not cells:
+                continue
+            value: dict[str, Any] | RecordError = dict(zip(header, cells, strict=False))
+            if len(cells) != len(header):
+                value = RecordError("broken CSV", f"{len(cells)} cells where the header names {len(header)}")
+            yield Record(value, where, text.after)
+
+
+class _Text:
+    """Lines as text for csv.reader, which takes them one by one; `after` is the mark behind the last it took."""
+
+    def __init__(self, lines: Iterator[tuple[bytes, Mark]], *, after: Mark = START) -> None:
+        self._lines, self.after = lines, after
+
+    def __iter__(self) -> "_Text":
+        return self
+
+    def __next__(self) -> str:
+        line, self.after = next(self._lines)
+        return (line[:-2] + b"\n" if line.endswith(b"\r\n") else line).decode()
+
+
+def _read_text(path: Path, *, start: Mark) -> Iterator[Record]:
+    """Yield the whole file as one record: where a text is cut into documents is not for its line ends to say."""
+    if start.offset:
+        return
+    parts, size = [], 0
+    for line, _ in _lines(path, start=START):
+        parts.append(line[:-2] + b"\n" if line.endswith(b"\r\n") else line)
+        size += len(line)
+        if size > _MAX_TEXT_BYTES:
+            raise DataError(
+                "a plain text file is one record, and this one is too large",
+                values=f"{path}: more than {_MAX_TEXT_BYTES >> 30} GiB",
+                fix='cut it into documents: one file each, or one {"text": ...} a line of a JSONL file',
+            )
+    if size:
+        yield Record({"text": b"".join(parts).decode()}, str(path), Mark(1, 1))
+
+
+# Bytes
+
+
+def _lines(path: Path, *, start: Mark) -> Generator[tuple[bytes, Mark], None, None]:
+    """Yield each line with its end, checked to be UTF-8 and without the file's BOM, and the mark behind it."""
+    # Binary: lines end at \n alone; U+2028 or \x85 inside a string does not end one.
+    with closing(_open(path)) as file:
+        offset, number = start
+        _skip(file, offset, path=path)
+        while raw := _next_line(file, path=path, number=number + 1):
+            try:
+                raw.decode()
+            except UnicodeDecodeError as error:
+                raise _not_utf8(path, raw, at=error.start, offset=offset, number=number + 1) from None
+            offset, number = offset + len(raw), number + 1
+            yield raw.removeprefix(_BOM) if number == 1 else raw, Mark(offset, number)
+
+
+def _open(path: Path) -> IO[bytes]:
+    packed = path.suffix.lower()
+    if packed == ".gz":
+        return gzip.open(path, "rb")  # type: ignore[return-value]
+    if packed == ".zst":
+        import pyarrow
+
+        stream = pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")
+        return io.BufferedReader(stream, 1 << 20)  # type: ignore[arg-type]
+    return path.open("rb")
+
+
+def _skip(file: IO[bytes], count: int, *, path: Path) -> None:
+    if path.suffix.lower() not in PACKED:
+        file.seek(count)
+        return
+    while count:  # what is packed has to be unpacked from its start
+        if not (block := _guarded(file.read, min(count, 1 << 20), path=path, at="before the place to go on from")):
+            raise _damaged(path, "it is shorter than when it was read before")
+        count -= len(block)
+
+
+def _next_line(file: IO[bytes], *, path: Path, number: int) -> bytes:
+    return _guarded(file.readline, -1, path=path, at=f"line {number}")
+
+
+def _guarded(read: Any, size: int, *, path: Path, at: str) -> bytes:
+    try:
+        return read(size)
+    except (EOFError, OSError, ValueError, zlib.error) as error:
+        raise _damaged(path, f"{at}: {error}") from error
+
+
+def _damaged(path: Path, what: str) -> DataError:
+    return DataError("the data file cannot be read to its end", values=f"{path}, {what}", fix="copy or make it again")
+
+
+def _not_utf8(path: Path, raw: bytes, *, at: int, offset: int, number: int) -> DataError:
+    # Never skipped, whatever data.on_bad_record says: the whole file is in another encoding, and dropping every line
+    # with an accent would leave a data set that looks healthy.
+    head = raw[:2] if number == 1 else b""
+    guess = "UTF-16" if head in (b"\xff\xfe", b"\xfe\xff") else "latin-1 or windows-1252"
+    return DataError(
+        f"the data file is not UTF-8 ({path}:{number}, byte {offset + at})",
+        values=f"byte 0x{raw[at : at + 1].hex()} at offset {offset + at} of {path}; perhaps {guess}",
+        fix=f"convert it: iconv -f {guess.split()[0].upper()} -t UTF-8 {path} > utf8{path.suffix}",
+    )
+
+
+# Tables
+
+
+def _read_table(path: Path, *, start: Mark, wanted: Collection[str]) -> Iterator[Record]:
+    import pyarrow
+
+    try:
+        for first, batch in _batches(path, start=start.offset, wanted=wanted):
+            for row, value in enumerate(batch.to_pylist(), start=first + 1):
+                yield Record(value, f"{path}: row {row}", Mark(row, row))
+    except UnicodeDecodeError as error:
+        raise DataError(
+            "a text of the table is not UTF-8", values=f"{path}: {error}", fix="write the table again as UTF-8"
+        ) from error
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _damaged(path, str(error).splitlines()[0]) from error
+
+
+def _batches(path: Path, *, start: int, wanted: Collection[str]) -> Iterator[tuple[int, Any]]:
+    """Yield (number of its first row, batch), from row `start` on; row groups and batches before it are not decoded."""
+    if ".parquet" in path.name.lower():
+        yield from _parquet_batches(path, start=start, wanted=wanted)
+        return
+    import pyarrow
+
+    with _seekable(path) as file:
+        source = pyarrow.PythonFile(file) if path.suffix.lower() in PACKED else pyarrow.memory_map(str(path))
+        is_file = file.read(6) == b"ARROW1"
+        file.seek(0)
+        reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
+        columns = _columns(reader.schema.names, path=path, wanted=wanted)
+        batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else iter(reader)
+        first = 0
+        for batch in batches:
+            after = first + batch.num_rows
+            for at in range(max(first, start), after, _TABLE_ROWS):
+                yield at, batch.select(columns).slice(at - first, min(_TABLE_ROWS, after - at))
+            first = after
+
+
+def _parquet_batches(path: Path, *, start: int, wanted: Collection[str]) -> Iterator[tuple[int, Any]]:
+    from pyarrow import parquet
+
+    with _seekable(path) as file, parquet.ParquetFile(file) as table:
+        columns = _columns(table.schema_arrow.names, path=path, wanted=wanted)
+        first = 0
+        for group in range(table.num_row_groups):
+            after = first + table.metadata.row_group(group).num_rows
+            if after > start:
+                for batch in table.iter_batches(_TABLE_ROWS, row_groups=[group], columns=columns):
+                    if (skipped := min(batch.num_rows, max(0, start - first))) < batch.num_rows:
+                        yield first + skipped, batch.slice(skipped)
+                    first += batch.num_rows
+            first = after
+
+
+def _seekable(path: Path) -> IO[bytes]:
+    """Open a table, which is read from its end; one inside gzip or zstd is unpacked into a temporary file first."""
+    if path.suffix.lower() not in PACKED:
+        return path.open("rb")
+    file = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it)
+    try:
+        with closing(_open(path)) as packed:
+            shutil.copyfileobj(packed, file, 1 << 20)
+    except (EOFError, OSError, ValueError, zlib.error) as error:
+        file.close()
+        raise _damaged(path, str(error)) from error
+    file.seek(0)
+    return file
+
+
+def _columns(names: list[str], *, path: Path, wanted: Collection[str]) -> list[str]:
+    if (repeated := _first_repeated(names)) is not None:
+        raise DataError(f"{path}: two columns have one name", values=repr(repeated), fix="rename one of them")
+    return [name for name in names if name in wanted] or names

@@ -1,0 +1,138 @@
+"""Text to token ids with what is needed of the tokenizer alone, so that a worker process loads no transformers for it.
+
+Control tokens a person typed are carried through the chat template as one private character each, and become plain
+text here: nobody can end a turn or open another by writing its marker.
+"""
+
+import re
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Plane 16 of Unicode is private use; icon fonts use the other private ranges.
+_FIRST_HIDDEN, _LAST_HIDDEN = 0x10F000, 0x10FFFD
+_SWITCH = threading.Lock()  # a tokenizer's switch for control tokens is its own, and threads of one process share it
+_HIDDEN = re.compile(f"([{chr(_FIRST_HIDDEN)}-{chr(_LAST_HIDDEN)}])")
+
+
+@dataclass(frozen=True)
+class ControlTokens:
+    """The special tokens a tokenizer makes of their text, and the private characters that stand for typed ones."""
+
+    names: tuple[str, ...]  # longest first, so that a token wins over one it contains
+    pattern: re.Pattern[str]
+
+    def found_in(self, value: Any) -> bool:
+        """Tell whether any text inside a message (its lists and objects too) holds a control token."""
+        return any(self.pattern.search(text) for text in texts_in(value))
+
+    def hide(self, value: Any) -> Any:
+        """Return the value with a private character in the place of every control token in its texts."""
+        if isinstance(value, str):
+            return self.pattern.sub(lambda match: chr(_FIRST_HIDDEN + self.names.index(match.group())), value)
+        if isinstance(value, dict):
+            return {key: self.hide(inner) for key, inner in value.items()}
+        return [self.hide(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+    def shown(self, text: str) -> str:
+        """Return text with what was hidden in it written out."""
+        return _HIDDEN.sub(lambda match: self._name(match.group()), text) if is_hiding(text) else text
+
+    def _name(self, character: str) -> str:
+        index = ord(character) - _FIRST_HIDDEN
+        return self.names[index] if index < len(self.names) else character
+
+
+def texts_in(value: Any) -> list[str]:
+    """Return every string inside a value of lists and objects; keys are not text."""
+    if isinstance(value, str):
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    found: list[str] = []
+    for one in inner:
+        if isinstance(one, str):
+            found.append(one)
+        else:
+            found += texts_in(one)
+    return found
+
+
+def is_hiding(text: str) -> bool:
+    """Tell whether text holds one of the private characters."""
+    return not text.isascii() and _HIDDEN.search(text) is not None
+
+
+def build_control_tokens(tokenizer: "PreTrainedTokenizerBase") -> ControlTokens:
+    """Collect the special tokens of a tokenizer; tokens merely added, such as <think>, are ordinary text to people."""
+    names = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    names.update(str(token) for token in tokenizer.all_special_tokens)
+    longest_first = tuple(sorted(filter(None, names), key=lambda name: (-len(name), name)))
+    assert len(longest_first) <= _LAST_HIDDEN - _FIRST_HIDDEN
+    return ControlTokens(longest_first, re.compile("|".join(map(re.escape, longest_first)) or "(?!)"))
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """What encoding needs of a tokenizer. `backend`: the Rust tokenizer where there is one, else Transformers' own."""
+
+    backend: Any
+    control: ControlTokens
+    name: str  # where it came from, for messages
+    size: int
+
+    def ids(self, texts: list[str]) -> list[list[int]]:
+        """Encode texts, none with a start or end token of the tokenizer's; one call serves many texts."""
+        if not texts:
+            return []
+        encoded = self._encode(texts)
+        for index, text in enumerate(texts):
+            if is_hiding(text):
+                encoded[index] = self._ids_with_hidden(text)
+        return encoded
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ids, special tokens included."""
+        return str(self.backend.decode(ids, skip_special_tokens=False))
+
+    def _encode(self, texts: list[str], *, as_text: bool = False) -> list[list[int]]:
+        if isinstance(self.backend, Tokenizer):
+            with _SWITCH:
+                self.backend.encode_special_tokens = as_text
+                encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+            return [encoding.ids for encoding in encodings]
+        options = {"add_special_tokens": False, "verbose": False, "split_special_tokens": as_text}
+        return cast("list[list[int]]", self.backend(texts, **options)["input_ids"])
+
+    def _ids_with_hidden(self, text: str) -> list[int]:
+        """Encode as Transformers' `sanitize_control_tokens` does: what was typed is cut out of the text around it."""
+        ids: list[int] = []
+        for index, part in enumerate(_HIDDEN.split(text)):
+            if part:
+                ids += self._ids_inside(self.control.shown(part), first=not index, as_text=index % 2 == 1)
+        return ids
+
+    def _ids_inside(self, text: str, *, first: bool, as_text: bool) -> list[int]:
+        if first:
+            return self._encode([text])[0]
+        # After a newline that is taken off again: SentencePiece would put a space before a text of its own.
+        newline, ids = self._encode(["\n", "\n" + text], as_text=as_text)
+        return ids[len(newline) :] if ids[: len(newline)] == newline else self._encode([text], as_text=as_text)[0]
+
+
+def build_text_tokenizer(tokenizer: "PreTrainedTokenizerBase", *, control: ControlTokens) -> TextTokenizer:
+    """Take the Rust tokenizer out of a tokenizer, where it alone gives the same ids."""
+    backend: Any = tokenizer
+    rust = getattr(tokenizer, "backend_tokenizer", None)
+    if isinstance(rust, Tokenizer):
+        copy = Tokenizer.from_str(rust.to_str())  # the caller's own keeps its truncation and padding
+        copy.no_truncation()
+        copy.no_padding()
+        probe = "".join(["Hello  wörld\n\n12 ", *control.names[:8], " x\n"])
+        expected = cast("list[int]", tokenizer(probe, add_special_tokens=False, verbose=False)["input_ids"])
+        backend = copy if copy.encode(probe, add_special_tokens=False).ids == expected else tokenizer
+    return TextTokenizer(backend, control, str(tokenizer.name_or_path), len(tokenizer))

@@ -1,0 +1,155 @@
+"""Every kind of file gives the same records, also from a place in its middle, and says what is wrong with it."""
+
+import csv
+from pathlib import Path
+
+import pyarrow
+import pytest
+
+from fsdp_trainer.data.formats import RecordError
+from fsdp_trainer.data.readers import START, Mark, Record, read_records
+from fsdp_trainer.errors import DataError
+from tests.unit.data.files import WRITERS, pack, write_any, write_arrow, write_csv, write_jsonl, write_parquet
+
+# Quotes, separators, line ends of all kinds inside a text, and letters of more than one byte.
+RECORDS = [{"prompt": f'q{i}, "é"\t\u2028x\nline {"y" * i}', "completion": f" 答 {i}"} for i in range(8)]
+NAMES = [name + packed for name in WRITERS for packed in ("", ".gz", ".zst")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_kind_gives_the_same_records_from_every_place(tmp_path: Path, name: str):
+    path = write_any(RECORDS, tmp_path, name)
+    records = list(read_records(path))
+    assert [record.value for record in records] == RECORDS
+    assert all(str(path) in record.where for record in records)
+    marks = [START, *(record.after for record in records)]
+    for index, mark in enumerate(marks):
+        rest = list(read_records(path, start=mark))
+        assert rest == records[index:]  # the same places and marks too
+
+
+def test_where_says_what_a_person_looks_for(tmp_path: Path):
+    write_csv(RECORDS, tmp_path / "a.csv")
+    write_parquet(RECORDS, tmp_path / "a.parquet")
+    wheres = [record.where.rsplit("a.csv", 1)[1] for record in read_records(tmp_path / "a.csv")]
+    assert wheres == [f":{2 + 2 * i}" for i in range(8)]  # the header, then two lines each
+    assert [record.where for record in read_records(tmp_path / "a.parquet")][4].endswith("a.parquet: row 5")
+
+
+def test_only_the_wanted_columns_of_a_table_are_read(tmp_path: Path):
+    records = [record | {"embedding": [0.5] * 4} for record in RECORDS]
+    for writer in (write_parquet, write_arrow):
+        path = tmp_path / f"{writer.__name__}.{writer.__name__.removeprefix('write_')}"
+        writer(records, path)
+        assert [r.value for r in read_records(path, wanted={"prompt", "completion", "text"})] == RECORDS
+        assert [r.value for r in read_records(path, wanted={"text"})] == records  # to say which columns there are
+
+
+def test_a_text_file_is_one_record(tmp_path: Path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\xef\xbb\xbfone\r\n\r\ntwo\x0b\x85".replace(b"\x85", "\u2029".encode()) + b"end")
+    (record,) = read_records(path)
+    assert record.value == {"text": "one\n\ntwo\x0b\u2029end"}
+    assert list(read_records(path, start=record.after)) == []
+    assert next(iter(read_records(pack(path, tmp_path / "a.txt.zst")))).value == record.value
+    path.write_bytes(b"")
+    assert list(read_records(path)) == []
+
+
+def test_a_text_file_that_is_no_document(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("fsdp_trainer.data.readers._MAX_TEXT_BYTES", 10)
+    (tmp_path / "a.txt").write_text("more than ten bytes")
+    with pytest.raises(DataError, match="one record"):
+        list(read_records(tmp_path / "a.txt"))
+
+
+def read_text(path: Path, text: str | bytes) -> list[Record]:
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return list(read_records(path))
+
+
+def test_broken_csv_rows_are_named_and_the_rest_is_kept(tmp_path: Path):
+    records = read_text(
+        tmp_path / "a.csv", b'\xef\xbb\xbfprompt,completion\r\nq,a\r\n\r\nshort\r\n"x"y,z\r\nlast,"two\r\nlines"'
+    )
+    kinds = [record.value.kind if isinstance(record.value, RecordError) else record.value for record in records]
+    good = {"prompt": "q", "completion": "a"}
+    assert kinds == [good, "broken CSV", "broken CSV", {"prompt": "last", "completion": "two\nlines"}]
+    assert [record.where.rsplit(":", 1)[1] for record in records] == ["2", "4", "5", "6"]
+    assert "1 cells where the header names 2" in str(records[1].value)
+
+
+def test_a_long_cell_is_read(tmp_path: Path):
+    limit = csv.field_size_limit(100)
+    try:
+        (record,) = read_text(tmp_path / "a.csv", "text\n" + "x" * 200_000)
+    finally:
+        csv.field_size_limit(limit)
+    assert isinstance(record.value, dict)
+    assert len(record.value["text"]) == 200_000
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.csv", 'text\nfine\n"opened\nnever closed\n', r"a\.csv:3: a quote is opened here and never closed"),
+        ("a.csv", "text,text\na,b", "two columns have one name"),
+        ("a.csv", b"text\ncaf\xe9", r"a\.csv:2, byte 8"),
+        ("a.txt", b"caf\xe9", r"a\.txt:1, byte 3"),
+        ("a.txt", "caf\xe9".encode("utf-16"), "UTF-16"),
+        ("a.json", '[{"text": "a"}, {"text": "b"]', "nor part of a JSON array"),
+        ("a.json", '[{"text": "a", "text": "b"}]', "stands twice"),
+        ("a.parquet", "no table", "cannot be read"),
+        ("a.arrow", "no table", "cannot be read"),
+        ("a.jsonl.gz", "not packed", "cannot be read"),
+        ("a.jsonl.zst", "not packed", "cannot be read"),
+    ],
+)
+def test_what_is_wrong_with_a_whole_file_is_never_skipped(tmp_path: Path, name: str, text: str | bytes, says: str):
+    with pytest.raises(DataError, match=says):
+        read_text(tmp_path / name, text)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.csv.gz", "a.parquet", "a.parquet.gz", "a.arrow"])
+def test_a_file_cut_short_is_refused(tmp_path: Path, name: str):
+    records = [{"prompt": f"{i * 7919 % 1000003:x}", "completion": f"{i * 104729 % 1000003:x}"} for i in range(4000)]
+    path = write_any(records, tmp_path, name)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+    with pytest.raises(DataError, match="cannot be read to its end"):
+        list(read_records(path))
+    if name.endswith(("gz", "zst")) and "parquet" not in name:
+        with pytest.raises(DataError, match=r"cannot be read|shorter"):
+            list(read_records(path, start=Mark(10**6, 5)))
+
+
+def test_a_table_with_text_that_is_no_utf8(tmp_path: Path):
+    column = pyarrow.Array.from_buffers(
+        pyarrow.string(), 1, [None, pyarrow.py_buffer(b"\0\0\0\0\4\0\0\0"), pyarrow.py_buffer(b"caf\xe9")]
+    )
+    table = pyarrow.table({"text": column})
+    with pyarrow.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(DataError, match="not UTF-8"):
+        list(read_records(tmp_path / "a.arrow"))
+
+
+def test_array_elements_are_checked_one_by_one(tmp_path: Path):
+    records = read_text(tmp_path / "a.json", '[{"text": "\\ud83d"}, 7, {"text": "\\ud83d\\ude00"}]')
+    assert [getattr(record.value, "kind", record.value) for record in records] == [
+        "lone surrogate",
+        "wrong type",
+        {"text": "\U0001f600"},
+    ]
+
+
+def test_a_packed_file_in_several_members_is_read_whole(tmp_path: Path):
+    write_jsonl(RECORDS[:4], tmp_path / "a.jsonl")
+    write_jsonl(RECORDS[4:], tmp_path / "b.jsonl")
+    for suffix in (".gz", ".zst"):
+        parts = []
+        for name in ("a", "b"):
+            copy = tmp_path / f"{name}2.jsonl"
+            copy.write_bytes((tmp_path / f"{name}.jsonl").read_bytes())
+            parts.append(pack(copy, tmp_path / f"{name}.jsonl{suffix}").read_bytes())
+        (tmp_path / f"both.jsonl{suffix}").write_bytes(b"".join(parts))
+        assert [record.value for record in read_records(tmp_path / f"both.jsonl{suffix}")] == RECORDS

@@ -1,0 +1,278 @@
+"""Chat templates of the families people train, in their published forms: every token and its mask written down.
+
+In the expected texts ⟦ ⟧ enclose the targets; each stretch between control tokens and brackets is tokenised alone.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from fsdp_trainer.data.chat import REWRITTEN
+from fsdp_trainer.data.encode import Encoded, build_encoder, encode_examples
+from fsdp_trainer.data.formats import Chat
+from fsdp_trainer.data.sources import Example
+
+TEMPLATES = Path(__file__).resolve().parents[2] / "chat_templates"
+WORDS = [
+    "added words and sentences that people write to a model, in lines\n\nof text. Hello there! What now? 2+2=4\n"
+] * 3
+
+# family: (control tokens, start token, end token, whether the tokenizer itself starts texts with the start token)
+FAMILIES: dict[str, tuple[str, str | None, str, bool]] = {
+    "chatml": ("<|im_start|> <|im_end|>", None, "<|im_end|>", False),
+    "llama3": (
+        "<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|> <|end_of_text|>",
+        "<|begin_of_text|>",
+        "<|eot_id|>",
+        True,
+    ),
+    "qwen2_5": ("<|im_start|> <|im_end|> <|endoftext|>", None, "<|im_end|>", False),
+    "qwen3": ("<|im_start|> <|im_end|> <|endoftext|>", None, "<|im_end|>", False),
+    "gemma": ("<bos> <eos> <start_of_turn> <end_of_turn>", "<bos>", "<eos>", True),
+    "mistral": ("<s> </s> [INST] [/INST]", "<s>", "</s>", True),
+    "phi3": ("<|endoftext|> <|system|> <|user|> <|assistant|> <|end|>", None, "<|endoftext|>", False),
+    "phi4": ("<|im_start|> <|im_sep|> <|im_end|> <|endoftext|>", None, "<|im_end|>", False),
+    "deepseek_v3": (
+        "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜User｜> <｜Assistant｜>",
+        "<｜begin▁of▁sentence｜>",
+        "<｜end▁of▁sentence｜>",
+        True,
+    ),
+}
+FAMILIES["deepseek_r1"] = FAMILIES["deepseek_v3"]
+TEXT_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # added, but not special, as Qwen has them
+
+
+@lru_cache
+def family_tokenizer(family: str) -> PreTrainedTokenizerFast:
+    """A tiny byte-level BPE with the pre-tokenizer of GPT-2 and the family's control tokens."""
+    control, bos, eos, adds_bos = FAMILIES[family]
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    alphabet: Any = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)  # type: ignore[call-arg]
+    backend.train_from_iterator(WORDS, trainer)
+    backend.add_special_tokens(control.split())
+    backend.add_tokens([AddedToken(text, normalized=False) for text in TEXT_TOKENS])
+    if adds_bos:
+        backend.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
+            single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))]
+        )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=bos,
+        eos_token=eos,
+        pad_token=eos,
+        additional_special_tokens=[name for name in control.split() if name not in (bos, eos)],
+    )
+    tokenizer.chat_template = (TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8")
+    return tokenizer
+
+
+def encode(family: str, *messages: dict[str, Any], tools: tuple = (), **settings: Any) -> Encoded:
+    tokenizer = family_tokenizer(family)
+    encoder = build_encoder(tokenizer, chat_template=str(tokenizer.chat_template), seq_len=2000, **settings)
+    return encode_examples([Example(Chat(messages, tools=tools), where="here:1", digest=1)], encoder=encoder)
+
+
+def expected_tokens(family: str, marked: str) -> tuple[list[int], list[bool]]:
+    """Tokens and mask of a text with ⟦targets⟧, control tokens as themselves and each stretch between them alone."""
+    tokenizer = family_tokenizer(family)
+    names = sorted(map(re.escape, [*FAMILIES[family][0].split(), *TEXT_TOKENS]), key=len, reverse=True)
+    ids: list[int] = []
+    mask: list[bool] = []
+    supervised = False
+    for part in re.split(f"([⟦⟧]|{'|'.join(names)})", marked):
+        if part in ("⟦", "⟧"):
+            supervised = part == "⟦"
+        elif part:
+            found: Any = tokenizer(part, add_special_tokens=False)["input_ids"]
+            ids += found
+            mask += [supervised] * len(found)
+    return ids, mask
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str, **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **fields}
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+TWO_TURNS = (user("Hello there!"), assistant("What now?"), user("2+2?"), assistant("4, I think\n\nand so on"))
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": "two"}}}
+TOOL = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {}}}
+ANSWERED_CALL = (user("2+2?"), assistant("", tool_calls=[CALL]), {"role": "tool", "content": "4"}, assistant("It is 4"))
+LLAMA_START = (
+    "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n"
+    "Today Date: 26 Jul 2024\n\n"
+)
+QWEN = "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+
+CASES: list[tuple[str, tuple[dict[str, Any], ...], str]] = [
+    (
+        "chatml",
+        (SYSTEM, *TWO_TURNS),
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello there!<|im_end|>\n"
+        "<|im_start|>assistant\n⟦What now?<|im_end|>⟧\n<|im_start|>user\n2+2?<|im_end|>\n"
+        "<|im_start|>assistant\n⟦4, I think\n\nand so on<|im_end|>⟧\n",
+    ),
+    (
+        "llama3",
+        (SYSTEM, *TWO_TURNS),
+        LLAMA_START + "Be brief.<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nHello there!<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n⟦What now?<|eot_id|>⟧"
+        "<|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n⟦4, I think\n\nand so on<|eot_id|>⟧",
+    ),
+    (
+        "llama3",
+        ANSWERED_CALL,
+        LLAMA_START + "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+        '⟦{"name": "add", "parameters": {"a": 2, "b": "two"}}<|eot_id|>⟧'
+        "<|start_header_id|>ipython<|end_header_id|>\n\n4<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n⟦It is 4<|eot_id|>⟧",
+    ),
+    (
+        "qwen2_5",
+        TWO_TURNS,
+        QWEN + "<|im_start|>user\nHello there!<|im_end|>\n<|im_start|>assistant\n⟦What now?<|im_end|>⟧\n"
+        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n⟦4, I think\n\nand so on<|im_end|>⟧\n",
+    ),
+    (
+        "qwen3",
+        (SYSTEM, user("2+2?"), assistant("It is 4.", reasoning_content="Add two\nand two.")),
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+        "⟦<think>\nAdd two\nand two.\n</think>\n\nIt is 4.<|im_end|>⟧\n",
+    ),
+    (
+        "qwen3",
+        (user("2+2?"), assistant("<think>\nAdd two.\n</think>\n\nIt is 4.")),
+        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+        "⟦<think>\nAdd two.\n</think>\n\nIt is 4.<|im_end|>⟧\n",
+    ),
+    (
+        # without thinking: an empty block in the last answer alone, as the template has it
+        "qwen3",
+        TWO_TURNS,
+        "<|im_start|>user\nHello there!<|im_end|>\n<|im_start|>assistant\n⟦What now?<|im_end|>⟧\n"
+        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+        "⟦<think>\n\n</think>\n\n4, I think\n\nand so on<|im_end|>⟧\n",
+    ),
+    (
+        "gemma",
+        TWO_TURNS,
+        "<bos><start_of_turn>user\nHello there!<end_of_turn>\n<start_of_turn>model\n⟦What now?<end_of_turn>⟧\n"
+        "<start_of_turn>user\n2+2?<end_of_turn>\n<start_of_turn>model\n⟦4, I think\n\nand so on<end_of_turn>⟧\n",
+    ),
+    (
+        "mistral",
+        TWO_TURNS,
+        "<s>[INST]Hello there![/INST]⟦What now?</s>⟧[INST]2+2?[/INST]⟦4, I think\n\nand so on</s>⟧",
+    ),
+    (
+        "phi3",
+        (SYSTEM, *TWO_TURNS),
+        "<|system|>\nBe brief.<|end|>\n<|user|>\nHello there!<|end|>\n<|assistant|>\n⟦What now?<|end|>⟧\n"
+        "<|user|>\n2+2?<|end|>\n<|assistant|>\n⟦4, I think\n\nand so on<|end|>⟧\n<|endoftext|>",
+    ),
+    (
+        "phi4",
+        (SYSTEM, *TWO_TURNS),
+        "<|im_start|>system<|im_sep|>Be brief.<|im_end|><|im_start|>user<|im_sep|>Hello there!<|im_end|>"
+        "<|im_start|>assistant<|im_sep|>⟦What now?<|im_end|>⟧<|im_start|>user<|im_sep|>2+2?<|im_end|>"
+        "<|im_start|>assistant<|im_sep|>⟦4, I think\n\nand so on<|im_end|>⟧",
+    ),
+    (
+        "deepseek_v3",
+        (SYSTEM, *TWO_TURNS),
+        "<｜begin▁of▁sentence｜>Be brief.<｜User｜>Hello there!<｜Assistant｜>⟦What now?<｜end▁of▁sentence｜>⟧"
+        "<｜User｜>2+2?<｜Assistant｜>⟦4, I think\n\nand so on<｜end▁of▁sentence｜>⟧",
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "messages", "marked"), CASES, ids=[f"{c[0]}-{len(c[1])}" for c in CASES])
+def test_every_token_and_its_mask(family: str, messages: tuple[dict[str, Any], ...], marked: str) -> None:
+    encoded = encode(family, *messages)
+    assert not encoded.bad
+    ids, mask = expected_tokens(family, marked)
+    assert encoded.tokens.tolist() == ids
+    assert encoded.supervised.tolist() == mask
+    assert encoded.endless == 0  # the model is told to stop, by a token that ends its generation
+    if (bos := family_tokenizer(family).bos_token_id) is not None:
+        assert encoded.tokens.tolist().count(bos) == 1
+
+
+@pytest.mark.parametrize(("family", "messages", "marked"), CASES, ids=[f"{c[0]}-{len(c[1])}" for c in CASES])
+def test_the_tokens_before_an_answer_are_those_the_model_is_asked_with(
+    family: str, messages: tuple[dict[str, Any], ...], marked: str
+) -> None:
+    tokenizer = family_tokenizer(family)
+    encoded = encode(family, *messages, train_on="last_assistant")
+    asked: Any = tokenizer.apply_chat_template(
+        list(messages[:-1]), add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    first = encoded.supervised.tolist().index(True)
+    assert encoded.tokens[:first].tolist() == asked
+
+
+def test_tools_reach_the_template() -> None:
+    encoded = encode("qwen2_5", *ANSWERED_CALL, tools=(TOOL,))
+    text = family_tokenizer("qwen2_5").decode(encoded.tokens)
+    assert '<tools>\n{"type": "function", "function": {"name": "add"' in text
+    targets = family_tokenizer("qwen2_5").decode(encoded.tokens[encoded.supervised])
+    assert targets == (
+        '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": "two"}}\n</tool_call><|im_end|>It is 4<|im_end|>'
+    )
+    assert "Environment: ipython" not in family_tokenizer("llama3").decode(encode("llama3", *TWO_TURNS).tokens)
+
+
+def test_answers_written_otherwise_when_more_follows_are_counted() -> None:
+    assert encode("qwen3", *TWO_TURNS).notes == {REWRITTEN: 1}
+    assert not encode("qwen3", *TWO_TURNS, train_on="last_assistant").notes
+    assert not encode("phi3", *TWO_TURNS).notes  # an end of text after the conversation changes no answer
+
+
+def test_reasoning_that_the_template_leaves_out_is_refused_with_a_way_out() -> None:
+    thinking = (user("a?"), assistant("b", reasoning_content="because"), user("c?"), assistant("d"))
+    (bad,) = encode("qwen3", *thinking).bad
+    assert bad.kind == "no mask"
+    assert "'because'" in bad.what
+    assert "last_assistant" in bad.what
+    assert not encode("qwen3", *thinking, train_on="last_assistant").bad
+    (bad,) = encode("chatml", *thinking[:2]).bad
+    assert "leaves out" in bad.what
+    (bad,) = encode("deepseek_v3", user("a?"), assistant("b", reasoning_content="because")).bad
+    assert "leaves out" in bad.what
+
+
+def test_a_template_that_asks_otherwise_than_it_trains_is_refused() -> None:
+    """DeepSeek R1 asks with an opened <think> and leaves the thinking out of the text it makes of a conversation."""
+    for train_on in ("assistant", "last_assistant"):
+        (bad,) = encode("deepseek_r1", user("a?"), assistant("<think>\nsum\n</think>\n\n4"), train_on=train_on).bad
+        assert bad.kind == "no mask"
+        assert "data.chat_template" in bad.what
+        assert "data.train_on: all" in bad.what
+        assert "last_assistant" not in bad.what
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "last_assistant"])
+def test_a_system_message_that_is_lost_where_an_answer_follows_is_refused(train_on: str) -> None:
+    """Mistral writes the system message before a question that comes last, so never in a whole conversation."""
+    (bad,) = encode("mistral", SYSTEM, *TWO_TURNS, train_on=train_on).bad
+    assert bad.kind == "no mask"
+    assert "Be brief" not in family_tokenizer("mistral").decode(
+        encode("mistral", SYSTEM, *TWO_TURNS, train_on="all").tokens
+    )
