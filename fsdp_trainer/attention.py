@@ -39,13 +39,13 @@ class Documents:
 
     def __init__(self, ids: torch.Tensor | None, lengths: Sequence[Sequence[int]] | None = None) -> None:
         self.ids, self.lengths = ids, lengths
-        self.calls = 0  # of this trainer's attention
+        self.windows: list[int | None] = []  # of each call of this trainer's attention
         self._masks: dict[int | None, torch.Tensor | None] = {}
         self._borders: torch.Tensor | None = None
 
     def allowed(self, *, length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
         """Return a bool mask [batch or 1, 1, length, length], True where a query may look, or None for plain causal."""
-        self.calls += 1
+        self.windows.append(window)
         window = None if window is None or window >= length else window
         if self.ids is None and window is None:
             return None
@@ -119,11 +119,11 @@ def document_sdpa(
     documents = kwargs.get("documents")
     window = kwargs.get("sliding_window")
     if documents is not None and (lengths := documents.one_by_one(window=window, device=query.device)) is not None:
-        documents.calls += 1
+        documents.windows.append(window)
         del kwargs["documents"]
         return _attend_one_by_one(module, query, key, value, lengths, kwargs), None
     if documents is not None and fits_varlen(query, value, documents, kwargs):
-        documents.calls += 1
+        documents.windows.append(window)
         scale = kwargs.get("scaling")
         return attend_varlen(query, key, value, documents, window=window, scale=scale, kernel=varlen_attn), None
     return sdpa_attention_forward(module, query, key, value, _allowed(module, query, kwargs), **kwargs)

@@ -258,10 +258,18 @@ def _memory_format(encoding: Any) -> int:
     return _CONTIGUOUS
 
 
+def _member(owner: Any, name: Any) -> int:
+    """Read an enum's member as Python 3.11.0 to 3.11.3 pickle it: getattr(enum, name) instead of enum(value)."""
+    if owner != _Name(_METADATA, "_MEM_FORMAT_ENCODING") or name != "TORCH_CONTIGUOUS_FORMAT":
+        raise ValueError(f"it takes {name!r:.100} of {owner!r:.100}")
+    return _CONTIGUOUS
+
+
 _CALLS: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch", "Size"): _size,
     ("torch.serialization", "_get_layout"): _layout,
     (_METADATA, "_MEM_FORMAT_ENCODING"): _memory_format,
+    ("builtins", "getattr"): _member,
 }
 
 

@@ -29,15 +29,18 @@ _UNKNOWN_ON_FAKES = (
 )
 
 
-def check_decoder(model: nn.Module, parts: ModelParts, *, packing: bool) -> None:
+def check_decoder(model: nn.Module, parts: ModelParts, *, packing: bool, seq_len: int) -> None:
     """Refuse a decoder that cannot run as a step runs it, or that would leak between the documents of packed rows.
 
     Rows of one document each need no attention of ours: what a causal layer reads there is the document's own.
     """
-    calls = _attention_calls(model, parts)
+    windows = _attention_windows(model, parts)
+    _check_windows(model, windows, seq_len=seq_len)
     if not packing:
         return
-    mixing = [index for index, layer in enumerate(parts.layers) if not calls.get(index, 1) or _mixes_tokens(layer)]
+    mixing = [
+        index for index, layer in enumerate(parts.layers) if not windows.get(index, [None]) or _mixes_tokens(layer)
+    ]
     if mixing:
         layer = parts.layers[mixing[0]]
         kinds = [type(module).__name__ for module in layer.children() if "norm" not in type(module).__name__.lower()]
@@ -49,6 +52,22 @@ def check_decoder(model: nn.Module, parts: ModelParts, *, packing: bool) -> None
         )
 
 
+def _check_windows(model: Any, windows: dict[int, list[int | None]], *, seq_len: int) -> None:
+    """Refuse a sliding window that the architecture puts into a mask only, which nobody makes here (Qwen2-MoE)."""
+    config = model.config.get_text_config()
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if not isinstance(window, int) or seq_len <= window:
+        return
+    for index, seen in windows.items():
+        slides = kinds is None or (index < len(kinds) and kinds[index] == "sliding_attention")
+        if slides and None in seen:
+            raise ConfigError(
+                f"{type(model).__name__} has a sliding window that does not reach its attention here.",
+                values=f"sliding_window {window}, data.seq_len: {seq_len}, decoder layer {index} would see every token",
+                fix=f"set data.seq_len to at most {window}, or use another architecture",
+            )
+
+
 def _mixes_tokens(layer: nn.Module) -> bool:
     """Return whether a layer has a convolution over tokens or the decay of a recurrent state (Mamba, delta rules)."""
     modules = list(layer.modules())
@@ -56,16 +75,16 @@ def _mixes_tokens(layer: nn.Module) -> bool:
     return convolves or any(hasattr(module, "A_log") for module in modules)
 
 
-def _attention_calls(model: nn.Module, parts: ModelParts) -> dict[int, int]:
-    """Return how often each decoder layer called this trainer's attention; nothing where fakes cannot tell."""
+def _attention_windows(model: nn.Module, parts: ModelParts) -> dict[int, list[int | None]]:
+    """Return the window of each call of this trainer's attention by decoder layer; nothing where fakes cannot tell."""
     documents = Documents(torch.tensor([[0] * (PROBE_TOKENS // 2) + [1] * (PROBE_TOKENS // 2)]))
     before: dict[int, int] = {}
-    after: dict[int, int] = {}
+    after: dict[int, list[int | None]] = {}
     handles = []
     for index, layer in enumerate(parts.layers):
         handles += [
-            layer.register_forward_pre_hook(lambda *_, i=index: before.update({i: documents.calls})),
-            layer.register_forward_hook(lambda *_, i=index: after.update({i: documents.calls - before[i]})),
+            layer.register_forward_pre_hook(lambda *_, i=index: before.update({i: len(documents.windows)})),
+            layer.register_forward_hook(lambda *_, i=index: after.update({i: documents.windows[before[i] :]})),
         ]
     # On fakes the product of stacked experts takes bf16 alone, and logs what it is refused (torch 2.14,
     # meta_registrations.py); what a recurrence keeps in fp32 by itself takes fp32 alone.

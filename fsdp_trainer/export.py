@@ -7,7 +7,6 @@ folder takes its name only after everything in it was read back.
 import copy
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from fsdp_trainer.conversions import ExportGroup, architecture_of, plan_export, 
 from fsdp_trainer.custom_code import local_auto_map, write_custom_code
 from fsdp_trainer.errors import CheckpointError
 from fsdp_trainer.export_checksums import write_checksums
-from fsdp_trainer.model import named_weights
+from fsdp_trainer.model import named_weights, names_in_fp32
 from fsdp_trainer.model_card import CARD
 from fsdp_trainer.weight_files import INDEX, SAFETENSORS
 
@@ -143,18 +142,15 @@ def exported_dtypes(
 ) -> dict[str, torch.dtype]:
     """Return the dtype each tensor is written in: `dtype`, but for what is no float or must not be narrowed.
 
-    The latter are what Transformers itself keeps in fp32 (modeling_utils.py, `_get_dtype_plan`), such as the routers'
-    corrections: written narrower, they would come back as fp32 with their bits gone.
+    The latter are what Transformers itself keeps in fp32, such as the routers' corrections: written narrower, they
+    would come back as fp32 with their bits gone.
     """
-    kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    if dtype == torch.float16:
-        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    in_fp32 = [re.compile(name.replace("*", ".*")) for name in kept]
+    kept = names_in_fp32(model, weights, dtype)
 
     def of(name: str, tensor: torch.Tensor) -> torch.dtype:
         if not tensor.is_floating_point():
             return tensor.dtype
-        return torch.float32 if any(pattern.search(name) for pattern in in_fp32) else dtype
+        return torch.float32 if name in kept else dtype
 
     return {name: of(name, tensor) for name, tensor in weights.items()}
 

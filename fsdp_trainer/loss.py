@@ -212,7 +212,7 @@ def attach_loss(
             kwargs["output_router_logits"] = balances
         # No cache while training: inside a checkpointed layer it would be appended to twice.
         outputs = decoder(*args, use_cache=False, documents=documents, **kwargs)
-        if document_ids is not None and not documents.calls:
+        if document_ids is not None and not documents.windows:
             raise ConfigError(
                 f"{type(model).__name__} hands no keyword arguments on to its attention, so documents packed into one "
                 "row could see each other.",

@@ -3,7 +3,8 @@
 No rank ever holds the whole model: parameters are born on the meta device and sharded there; loading.py fills them.
 """
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -247,3 +248,20 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield (f"{prefix}.{name}" if prefix else name), buffer
+
+
+def names_in_fp32(model: nn.Module, names: Iterable[str], dtype: torch.dtype) -> set[str]:
+    """Return which weights Transformers keeps in fp32 in a model of `dtype` (modeling_utils.py, `_get_dtype_plan`)."""
+    kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    patterns = [re.compile(name.replace("*", ".*")) for name in kept]
+    return {name for name in names if any(pattern.search(name) for pattern in patterns)}
+
+
+def modules_in_fp32(model: nn.Module, dtype: torch.dtype) -> list[nn.Module]:
+    """Return the modules whose own parameters compute in fp32 in a model of `dtype`, such as a router's gate."""
+    if dtype == torch.float32:
+        return []
+    kept = names_in_fp32(model, (name for name, _ in model.named_parameters()), dtype)
+    return [model.get_submodule(owner) for owner in sorted({name.rpartition(".")[0] for name in kept})]

@@ -62,4 +62,5 @@ def show_progress(description: str, *, total: int | None, is_main: bool = True) 
             done += count
 
         yield advance
-    console.print(f"{description}: {format_count(done)} in {format_duration(time.monotonic() - started)}")
+    amount = format_count(done) if done else "done"  # nothing was counted where the result was there already
+    console.print(f"{description}: {amount} in {format_duration(time.monotonic() - started)}")

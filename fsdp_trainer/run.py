@@ -64,7 +64,7 @@ def build_run(config: Config, runtime: Runtime, *, load: bool = True) -> Run:
     check_precision(config.precision, runtime.device)
     # 2. Parameters on meta: no rank ever holds the whole model. fp32 masters, whatever the compute dtype is.
     hf_config, model, parts = _build_meta(config)
-    check_decoder(model, parts, packing=config.data.packing)
+    check_decoder(model, parts, packing=config.data.packing, seq_len=config.data.seq_len)
     check_layer_class(runtime.launched_with, type(parts.layers[0]).__name__)
     # 3. The loss replaces the head's forward before FSDP hooks the modules, so that the weight is whole around it.
     attach_loss(
@@ -121,7 +121,7 @@ def check_model(config: Config, runtime: Runtime) -> None:
     """
     check_precision(config.precision, runtime.device)
     _, model, parts = _build_meta(config)
-    check_decoder(model, parts, packing=config.data.packing)
+    check_decoder(model, parts, packing=config.data.packing, seq_len=config.data.seq_len)
     check_layer_class(runtime.launched_with, type(parts.layers[0]).__name__)
     find_logit_transform(model, decoder=parts.decoder, head=parts.head, hf_config=model.config)
     check_positions(model.config, parts, seq_len=config.data.seq_len)

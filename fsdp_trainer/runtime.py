@@ -18,7 +18,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_trainer.errors import ConfigError, DistributedError
+from fsdp_trainer.errors import ConfigError, DistributedError, Interrupted
 from fsdp_trainer.patches import promote_cpu_ranks_to_fsdp
 from fsdp_trainer.units import format_number
 
@@ -91,10 +91,17 @@ class Runtime:
                 result = work()
                 outcome = "done"
                 return result
+            except Interrupted as stopped:
+                outcome = f"{stopped}"
+                raise
             finally:
                 store.set(key, outcome)
         store.wait([key], timedelta(days=7))
-        if store.get(key) != b"done":
+        if (outcome := store.get(key).decode()).startswith("Stopped"):
+            interrupted = Interrupted(outcome)
+            interrupted.heard = True
+            raise interrupted
+        if outcome != "done":
             error = DistributedError(
                 "Another rank failed while this one waited for it.",
                 values=f"rank {self.rank - self.local_rank} in {key.split('/')[0]}",

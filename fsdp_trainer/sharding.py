@@ -7,7 +7,7 @@ once a step, stages 0 and 1 reduce once a step, stages 2 and 3 reduce every micr
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from fsdp_trainer.gloo_reduce_scatter import GlooReduceScatter
-from fsdp_trainer.model import ModelParts
+from fsdp_trainer.model import ModelParts, modules_in_fp32
 from fsdp_trainer.runtime import Runtime
 
 STRATEGIES = ("NO_SHARD", "SHARD_OPT", "SHARD_GRAD_OP", "FULL_SHARD")  # by ZeRO stage
@@ -90,11 +90,16 @@ def apply_sharding(
     reshard: bool | int = zero_stage == 3
     if zero_stage == 3 and reshard_after_forward is not None:
         reshard = reshard_after_forward
+    # No cast of a module's inputs: weights in the compute dtype make activations of that dtype, and what a model keeps
+    # in fp32 on purpose (rotary tables, a router's input) stays as its own code has it.
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     options = {
         "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype),
+        "mp_policy": policy,
         "offload_policy": CPUOffloadPolicy(pin_memory=pin_memory) if offload_params else OffloadPolicy(),
     }
+    for module in modules_in_fp32(model, compute_dtype):
+        fully_shard(module, reshard_after_forward=reshard, **options | {"mp_policy": replace(policy, param_dtype=None)})
     for layer in parts.layers:
         fully_shard(layer, reshard_after_forward=reshard, **options)
     outer = _outer_units(parts)
@@ -123,6 +128,7 @@ def _outer_units(parts: ModelParts) -> Sequence[list[nn.Module]]:
     Untied, embedding and head are apart: one group would need a reduce-scatter buffer for both tables at once.
     """
     norm = [parts.final_norm] if parts.final_norm is not None else []
+    norm = [module for module in norm if not isinstance(module, FSDPModule)]  # one that computes in fp32 by itself
     if parts.tied:
         return [[parts.embedding, *norm, parts.head]]
     return [[parts.embedding], [*norm, parts.head]]

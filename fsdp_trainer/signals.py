@@ -11,6 +11,8 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from fsdp_trainer.errors import Interrupted
+
 
 @dataclass
 class StopRequest:
@@ -30,7 +32,24 @@ class StopRequest:
             self.received = signal.Signals(agreed).name
         return bool(agreed)
 
+    def check(self) -> None:
+        """Raise Interrupted if this process received a signal; for long work before the first step."""
+        if self.received:
+            raise Interrupted(
+                f"Stopped on {self.received} before the first step.",
+                values="nothing was trained, so nothing was saved",
+                fix="start the same command again",
+            )
+
+    def check_all(self) -> None:
+        """Raise Interrupted on every rank when any rank received a signal. Collective, as `agreed`."""
+        if self.agreed():
+            self.check()
+
     def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self.received is None and os.environ.get("LOCAL_RANK", "0") == "0":
+            # Not through rich, whose lock the interrupted code may hold.
+            os.write(2, f"{signal.Signals(number).name} received: stopping at the next safe point\n".encode())
         self.received = signal.Signals(number).name
         self._count += 1
         if self._count > 1 and number == signal.SIGINT:  # Ctrl-C twice: the person does not want to wait for the save

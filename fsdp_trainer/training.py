@@ -115,8 +115,9 @@ def _finetune(config: Config, runtime: Runtime, stop: StopRequest, watch: RankWa
     runtime.main_first("check the model", lambda: check_model(config, runtime))
     data = runtime.main_first(
         "prepare data",
-        lambda: load_training_data(config, is_writer=runtime.local_rank == 0, show=runtime.is_main),
+        lambda: load_training_data(config, is_writer=runtime.local_rank == 0, show=runtime.is_main, check=stop.check),
     )
+    stop.check_all()
     check_same_rows(data.digest)
     _log_data(data, config, runtime)
     total_steps = _total_steps(config, data.train)
@@ -150,6 +151,7 @@ def _finetune(config: Config, runtime: Runtime, stop: StopRequest, watch: RankWa
         run, facts=facts, process_group=save_group, output_dir=output_dir, saved_step=progress.step, best=best
     )
     session = _Session(data, total_steps, output_dir, stop, saver, watch)
+    stop.check_all()
     if _evaluation_is_owed(config, session, progress.step):
         _evaluate(run, session, progress)
     progress = train_loop(run, session, progress)

@@ -1,6 +1,6 @@
 """The prepared data of a run with the tokenizer that made it, and what a person is shown of both before training."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,11 +54,19 @@ class TrainingData:
             yield format_sample(self.train, index, tokenizer=self.tokenizer, colour=colour)
 
 
-def load_training_data(config: Config, *, is_writer: bool, show: bool) -> TrainingData:
+def load_training_data(
+    config: Config, *, is_writer: bool, show: bool, check: Callable[[], None] = lambda: None
+) -> TrainingData:
     """Load the tokenizer and prepare the rows of `data.train` and `data.eval`, from the cache where they are in it.
 
-    Only a rank with `is_writer` builds; `show` draws its progress. Of a stream only the first records are read.
+    Only a rank with `is_writer` builds; `show` draws its progress, `check` is called now and then and may raise. Of a
+    stream only the first records are read.
     """
+
+    def after_records(count: int) -> None:
+        check()
+        advance(count)
+
     # The model before its tokenizer: a wrong path would otherwise be called the tokenizer's fault.
     hf_config = load_hf_config(
         config.model.path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
@@ -84,7 +92,7 @@ def load_training_data(config: Config, *, is_writer: bool, show: bool) -> Traini
                     split=split,  # type: ignore[arg-type]
                     vocab_size=vocab_size,
                     is_writer=is_writer,
-                    on_records=advance,
+                    on_records=after_records,
                 )
     for name, (_, report) in prepared.items():
         # A later record of a stream may be as long as data.seq_len lets it.

@@ -79,6 +79,41 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt_oss": ("GptOssConfig", {**EXPERTS, "head_dim": 12, "sliding_window": 8, "attention_dropout": 0.0}),
+    # The window is in the mask that Transformers makes, and nowhere else.
+    "qwen2_moe_window": (
+        "Qwen2MoeConfig",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 0,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
+    # Rotary tables that stay in fp32.
+    "olmo": ("OlmoConfig", {}),
+    "ernie4_5": ("Ernie4_5Config", {"head_dim": 12}),
+    # A router that Transformers keeps in fp32.
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 16,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+        },
+    ),
     "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}),
     "falcon": ("FalconConfig", {}),
     "doge": ("DogeConfig", {"head_dim": 12}),

@@ -343,3 +343,36 @@ def test_the_command_verifies_checkpoints_and_exports(saved: Path, model_folder:
         (folder / file).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         assert f"{file} is damaged" in run_ranks(verified, 1, str(folder))[0]
     assert "there is no such folder" in run_ranks(verified, 1, str(tmp_path / "none"))[0]
+
+
+def read_with_named_members(saved: str) -> tuple[bool, bool]:
+    """Pickle a good table as Python 3.11.2 does, enum members by getattr; return whether it is so, and read equal."""
+    import pickle
+
+    import torch.distributed.checkpoint.metadata as dcp
+
+    from fsdp_trainer.checkpoint_table import read_table
+
+    folder = Path(saved)
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    before = read_table(folder, sizes)
+    table = folder / ".metadata"
+    content = table.read_bytes()
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            if isinstance(value, dcp._MEM_FORMAT_ENCODING):
+                return getattr, (type(value), value.name)
+            return NotImplemented
+
+    with table.open("wb") as file:
+        Pickler(file, protocol=4).dump(pickle.loads(content))
+    try:
+        return b"getattr" in table.read_bytes(), read_table(folder, sizes) == before
+    finally:
+        table.write_bytes(content)
+
+
+def test_a_table_written_by_an_older_python_is_read(saved: Path) -> None:
+    """Python 3.11.0 to 3.11.3 pickle an enum's member as getattr(enum, name): a checkpoint of theirs was lost."""
+    assert run_ranks(read_with_named_members, 1, str(saved)) == [(True, True)]

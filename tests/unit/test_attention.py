@@ -110,7 +110,7 @@ def test_a_packed_row_on_a_gpu_takes_the_varlen_kernel() -> None:
         )
         assert output.shape == (2, 16, 4, 8)
         assert output.requires_grad
-    assert documents.calls
+    assert documents.windows
     assert [name for name in seen if "varlen" in name]
     assert not [name for name in seen if "scaled_dot_product" in name]
 

@@ -73,6 +73,7 @@ def test_only_commands_that_exist_are_listed() -> None:
         command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback
     } == {
         "train",
+        "data",
         "export",
         "verify",
         "schema",
