@@ -472,8 +472,8 @@ def _finish(run: Run, session: _Session, progress: Progress) -> None:
             + ")",
             is_main=runtime.is_main,
         )
-    for tracker in runtime.accelerator.trackers:  # not end_training, which destroys the process group as well
-        run_on_main(tracker.finish)
+    # Not end_training, which destroys the process group as well. Only rank 0 has trackers.
+    run_on_main(lambda: [tracker.finish() for tracker in runtime.accelerator.trackers])
     run_on_main(lambda: write_status(session.output_dir, state="finished", exit_code=0, step=progress.step))
     log_line(
         f"finished: {format_number(progress.step, 'step')}, {progress.tokens_seen:,} tokens"
