@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,7 @@ from fsdp_trainer.model import named_weights
 _ENTRY_BYTES = 2048  # of torch.save's archive and the table of contents, per tensor
 _RNG_RULE = "rng.<rank>.*, restored at the same world size; else derived from (seed, step, rank)"
 
+Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
 
 
@@ -127,14 +129,15 @@ def save_checkpoint(
     state = _describe_run(optimizer, scaler, progress, facts) | {"best": asdict(best) if best else None}
     keep = [target] + ([checkpoint_path(output_dir, best.step)] if best else [])
     tensors = training_tensors(model, optimizer) | rng_tensors(device)
-    if asynchronous:
-        tensors = run_on_all(lambda: _copy_to_host(tensors, stager), process_group=process_group)
+    copied = _attempt(lambda: _copy_to_host(tensors, stager)) if asynchronous else lambda: tensors
 
     def write() -> None:
         if device.type == "cuda":
             # The current device is a thread's own; on the default one DCP would open a context on GPU 0 for every rank.
             torch.cuda.set_device(device)
-        _write(tensors, target=target, state=state, process_group=process_group)
+        # A rank that had no memory for its copy is heard of here, where training does not wait for the slowest copy.
+        held = run_on_all(copied, process_group=process_group)
+        _write(held, target=target, state=state, process_group=process_group)
         if (n := keep_latest) is not None:
             run_on_main(lambda: prune(output_dir, keep_latest=n, keep=keep), process_group=process_group)
 
@@ -161,10 +164,29 @@ def _in_background(work: Callable[[], None]) -> Future[None]:
     return written
 
 
+def _attempt(work: Callable[[], Result]) -> Callable[[], Result]:
+    """Do `work` and return what gives its result, or raises what it raised, where that is asked for."""
+    try:
+        result = work()
+    except Exception as error:
+        return partial(_raise, error)
+    return lambda: result
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
+
+
 def _copy_to_host(tensors: dict[str, torch.Tensor], stager: DefaultStager | None) -> dict[str, torch.Tensor]:
     used = stager or DefaultStager(StagingOptions(False, False, False, False))
     try:
         return used.stage(tensors)  # pyright: ignore[reportReturnType]  # a Future only with use_async_staging
+    except (MemoryError, RuntimeError) as error:
+        raise CheckpointError(
+            "The state to save could not be copied to host memory.",
+            values=f"{type(error).__name__}: {error}",
+            fix="set checkpoint.async_save: false, which saves without a copy; the checkpoints before are as they were",
+        ) from error
     finally:
         if stager is None:
             used.close()

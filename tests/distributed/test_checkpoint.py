@@ -248,6 +248,37 @@ def test_failing_write_on_one_rank_is_known_to_all(
     assert answers[0]["polls"] == answers[1]["polls"], "every rank raises at the same poll"
 
 
+def copy_in_vain(settings: dict[str, Any]) -> tuple[str, list[str]]:
+    """Save, and again in the background where rank 1 has no memory for the copy; return what is said and is left."""
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+    from fsdp_trainer.errors import CheckpointError
+
+    class FullStager(DefaultStager):
+        def stage(self, state_dict: Any, **options: Any) -> Any:
+            raise RuntimeError("DefaultCPUAllocator: not enough memory")
+
+    run = runs.build(settings)
+    group = runs.save_group()
+    runs.save(run, 1, process_group=group).wait()
+    stager = FullStager(StagingOptions(False, False, False, False)) if run.runtime.rank == 1 else None
+    pending = runs.save(run, 2, asynchronous=True, process_group=group, stager=stager, keep_latest=1)
+    said = ""
+    try:
+        while not pending.poll():
+            runs.take_steps(run, 0, 1)
+    except CheckpointError as error:
+        said = str(error)
+    return said, sorted(path.name for path in (Path(run.config.output_dir) / "checkpoints").iterdir())
+
+
+def test_a_rank_without_memory_for_the_copy_is_heard_of_on_all(model_folder: ModelFolder, tmp_path: Path) -> None:
+    for said, names in run_ranks(copy_in_vain, 2, tiny(model_folder("llama"), tmp_path)):
+        assert said.startswith("The state to save could not be copied to host memory.")
+        assert "not enough memory" in said and "checkpoint.async_save: false" in said
+        assert names == ["step-00000001"]
+
+
 def save_where_a_file_lies(settings: dict[str, Any]) -> str:
     from fsdp_trainer.errors import CheckpointError
 
