@@ -7,6 +7,7 @@
 import pickletools
 import zipfile
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import torch
 
@@ -53,7 +54,8 @@ def _check_depth(data: bytes) -> None:
     stack: list[int] = []
     marks: list[int] = []
     memo: dict[int, int] = {}
-    for opcode, argument, _ in pickletools.genops(data):
+    for opcode, found, _ in pickletools.genops(data):
+        argument: Any = found
         if opcode.name == "MARK":
             marks.append(len(stack))
             continue

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Case = Callable[[Path], None]
+Case = Callable[[Path], Any]
 INDEX, GOOD, OUTSIDE = "model.safetensors.index.json", "part.safetensors", "outside.safetensors"
 
 
@@ -36,7 +36,7 @@ def prepare(folder: Path) -> None:
 
 
 def _write(weight_map: Any) -> Case:
-    return lambda folder: (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8") and None
+    return lambda folder: (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
 
 
 def _all(name: Any) -> Case:
@@ -45,7 +45,7 @@ def _all(name: Any) -> Case:
 
 def _text(content: str | bytes) -> Case:
     data = content.encode() if isinstance(content, str) else content
-    return lambda folder: (folder / INDEX).write_bytes(data) and None
+    return lambda folder: (folder / INDEX).write_bytes(data)
 
 
 def _linked(target: str, name: str = "link.safetensors") -> Case:
@@ -168,7 +168,7 @@ def headers() -> dict[str, Case]:
         "longer_than_the_file": _header(_tensors(), length=10_000),
         "longest": _header(_tensors(), length=2**63 - 1),
         "negative_length": _header(_tensors(), length=2**64 - 1),
-        "no_length": lambda folder: (folder / "model.safetensors").write_bytes(b"\1\2\3") and None,
+        "no_length": lambda folder: (folder / "model.safetensors").write_bytes(b"\1\2\3"),
         "gigabytes_of_header": _huge_header,
         "no_json": _header("<html>"),
         "no_table": _header("[]"),
@@ -210,6 +210,7 @@ def table_of(numel: int = 12, shape: tuple[int, ...] = (3, 4), stride: tuple[int
     from collections import OrderedDict
 
     import torch
+    from torch._utils import _rebuild_tensor_v2
 
     class Pickler(pickle.Pickler):
         def persistent_id(self, obj: Any) -> Any:
@@ -217,7 +218,7 @@ def table_of(numel: int = 12, shape: tuple[int, ...] = (3, 4), stride: tuple[int
 
     class Tensor:
         def __reduce__(self) -> Any:
-            return torch._utils._rebuild_tensor_v2, ("the storage", 0, shape, stride, False, OrderedDict())
+            return _rebuild_tensor_v2, ("the storage", 0, shape, stride, False, OrderedDict())
 
     buffer = io.BytesIO()
     Pickler(buffer, protocol=2).dump({"a": Tensor()})
