@@ -85,7 +85,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "use_sliding_window": True,
             "sliding_window": 8,
-            "max_window_layers": 0,
+            "max_window_layers": 2,
             "num_experts": 4,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 32,
