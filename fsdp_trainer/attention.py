@@ -112,6 +112,7 @@ def document_sdpa(
         del kwargs["documents"]
         return _attend_one_by_one(module, query, key, value, lengths, kwargs), None
     if documents is not None and attention_mask is None and fits_varlen(query, value, documents, kwargs):
+        assert varlen_attn is not None
         documents.reached_attention = True
         scale = kwargs.get("scaling")
         return attend_varlen(query, key, value, documents, window=window, scale=scale, kernel=varlen_attn), None
