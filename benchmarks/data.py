@@ -1,7 +1,6 @@
-"""Preparing 20,000 short conversations: ours beside TRL's own preparation, and a step with and without loading.
+"""Preparing 20,000 short conversations: ours beside TRL's own preparation.
 
     .venv/bin/python -m benchmarks.data [--rounds 3] [--peer-python OTHER/bin/python] [--write]
-    .venv/bin/python -m benchmarks.data --loading [--write]
 
 Both sides read the same file with the same tokenizer and template on the same cores, in fresh processes that take
 turns: conversations to tokens and an assistant mask, packed into rows of 2048 by best fit. The clock runs from the file
@@ -94,7 +93,12 @@ def prepare_trl(file: str, tokenizer_folder: str, scratch: str) -> dict[str, flo
     from trl import SFTConfig, SFTTrainer  # type: ignore[import-not-found]
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    shape: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
     settings = SFTConfig(
         output_dir=scratch,
         max_length=SEQ_LEN,
@@ -127,7 +131,7 @@ SIDES = {"ours": prepare_ours, "trl": prepare_trl}
 
 
 class TreeMemory(threading.Thread):
-    """Follow the memory of a process and all below it; `base` is what it held when `mark` was called."""
+    """Follow the memory of a process and all below it."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)

@@ -123,6 +123,7 @@ def document_sdpa(
         del kwargs["documents"]
         return _attend_one_by_one(module, query, key, value, lengths, kwargs), None
     if documents is not None and fits_varlen(query, value, documents, kwargs):
+        assert varlen_attn is not None
         documents.windows.append(window)
         scale = kwargs.get("scaling")
         return attend_varlen(query, key, value, documents, window=window, scale=scale, kernel=varlen_attn), None

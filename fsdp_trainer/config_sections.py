@@ -165,9 +165,9 @@ class DataConfig(Section):
         default=False,
         description="Read and tokenise the training data while training instead of before it, for data larger than "
         "disk or memory: nothing is cached. Needs train.max_steps. Every process reads the whole stream and takes its "
-        "rows of each step, so a step sees the same rows on any number of GPUs, and a resume goes on at the next row "
-        "after reading one buffer again. A bad record stops the run when it is met: on_bad_record: skip suits a long "
-        "stream.",
+        "rows of each step, so a step sees the same rows on any number of GPUs, and a resume goes on at the next row. "
+        "A start and a resume tokenise one buffer before the first step. A bad record stops the run when it is met: "
+        "on_bad_record: skip suits a long stream.",
     )
     shuffle_buffer: Annotated[int, Field(ge=1)] = Field(
         default=10_000,

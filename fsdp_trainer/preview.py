@@ -55,8 +55,7 @@ class DataPreview:
                 yield Text(f"{name}: warning: {warning}", style="yellow" if colour else "")
         batch = self.config.batch.global_batch_size
         if self.data.steps_per_epoch is not None:
-            steps = f"{self.data.steps_per_epoch:,} steps an epoch of {batch:,} rows each"
-            yield f"{steps}; {self.steps:,} steps in the run"
+            yield f"{self.data.steps_per_epoch:,} steps an epoch, of {batch:,} rows each; {self.steps:,} in the run"
         rows = self.data.train
         for index in np.unique(np.linspace(0, rows.n_rows - 1, min(samples, rows.n_rows), dtype=np.int64)).tolist():
             yield f"row {index} (what is trained on is marked):"

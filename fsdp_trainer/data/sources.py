@@ -4,6 +4,7 @@ A broken record takes its place in the stream, named by file and line: whether i
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,14 +207,16 @@ def _hub_files(source: SourceConfig) -> tuple[Path, ...]:
     import datasets
 
     split = source.split or "train"
+    if not re.fullmatch(r"[\w.-]+", split):  # its files hold the whole split all the same
+        raise DataError("only a whole split is read", values=f"split: {split}", fix="name one split, such as train")
     try:
         found = datasets.load_dataset(source.path, name=source.subset, split=split)
     except Exception as error:  # it has no common base: connection, missing split, missing subset, a script
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise DataError(
             "the hub data set cannot be loaded",
-            values=f"{source.path}, split {split}: {reason}",
-            fix="check the id, split and subset and the connection; or save it once with Dataset.save_to_disk and name "
-            "that folder",
+            values=f"{source.path} (no such file or folder here), split {split}: {reason}",
+            fix="correct the path; or check the id, split, subset and connection, or save the data set once with "
+            "Dataset.save_to_disk and name that folder",
         ) from error
     return tuple(Path(file["filename"]) for file in found.cache_files)

@@ -86,7 +86,7 @@ def test_a_person_sees_counts_lengths_rows_and_warnings(settings: Path, capsys: 
     assert "train: 43 records gave" in text
     assert "train: record lengths in tokens:" in text
     assert "█" in text
-    assert "steps an epoch of 4 rows each" in text
+    assert "steps an epoch, of 4 rows each" in text
     assert "warning: 1 of 43 records stand in the data more than once" in text
     assert text.count("(what is trained on is marked):") == 3
     assert "<eos>⟧" in text

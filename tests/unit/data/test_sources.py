@@ -9,7 +9,15 @@ import pytest
 
 from fsdp_trainer.config import COLUMNS, SourceConfig
 from fsdp_trainer.data.formats import Chat, Plain, find_lost
-from fsdp_trainer.data.sources import BadRecord, Example, read_examples, read_file, resolve_paths, resolve_sources
+from fsdp_trainer.data.sources import (
+    BadRecord,
+    Example,
+    _hub_files,
+    read_examples,
+    read_file,
+    resolve_paths,
+    resolve_sources,
+)
 from fsdp_trainer.errors import DataError
 from tests.unit.data.files import write_parquet
 
@@ -384,8 +392,23 @@ def test_a_folder_that_datasets_saved(tmp_path: Path):
 
 def test_a_hub_id_that_cannot_be_reached(monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with pytest.raises(DataError, match="no-such-organisation/none, split validation"):
+    with pytest.raises(DataError, match=r"no-such-organisation/none .*, split validation"):
         resolve_paths(SourceConfig(path="no-such-organisation/none", split="validation"))
+    with pytest.raises(DataError, match="whole split"):
+        resolve_paths(SourceConfig(path="no-such-organisation/none", split="train[:10%]"))
+
+
+def test_a_hub_id_gives_the_files_that_datasets_makes_of_it(tmp_path: Path, monkeypatch):
+    """`datasets` takes a folder beside where it takes an id, and treats it in the same way from there on."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    for name, count in (("train", 5), ("validation", 2)):
+        (tmp_path / "hub").mkdir(exist_ok=True)
+        lines = [json.dumps({"prompt": f"{name} {index}", "completion": "c", "n": index}) for index in range(count)]
+        (tmp_path / "hub" / f"{name}.jsonl").write_text("\n".join(lines))
+    for source, name, count in (({}, "train", 5), ({"split": "validation"}, "validation", 2)):
+        paths = _hub_files(SourceConfig(path=str(tmp_path / "hub"), **source))
+        contents = [example.content for example in read_examples(paths) if isinstance(example, Example)]
+        assert contents == [Plain(f"{name} {index}", "c") for index in range(count)]
 
 
 def test_a_split_says_nothing_about_local_files(jsonl):
