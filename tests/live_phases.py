@@ -94,5 +94,5 @@ def simulated(run_settings: dict[str, Any], steps: Sequence[Sequence[Any]], worl
         )
         for documents in steps
     ]
-    device, _ = trace_run(config, world_size=world, compute_capability=None, windows=windows, rank=rank)
+    device = trace_run(config, world_size=world, compute_capability=None, windows=windows, rank=rank).device
     return {"phases": device.phases, "breakdown": device.breakdown(), "events": len(device.events)}

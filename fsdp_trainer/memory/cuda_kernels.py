@@ -157,15 +157,17 @@ _WORKSPACES: dict[str, Callable[[Any], list[int]]] = {
 
 @dataclass(frozen=True)
 class Overheads:
-    """Device memory besides tensors, in bytes.
+    """Memory besides tensors, in bytes.
 
     cublas_workspace: one a thread that multiplies matrices, kept, inside the caching allocator. context, distributed:
-    outside of it, taken from what a GPU can use; distributed only where there is more than one rank.
+    outside of it, taken from what a GPU can use; distributed only where there is more than one rank. process: host
+    memory of a rank before it holds anything.
     """
 
     cublas_workspace: int
     context: int
     distributed: int
+    process: int
 
     def outside(self, world_size: int) -> int:
         """Return the bytes that the caching allocator never sees."""

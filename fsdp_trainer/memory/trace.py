@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_iter
 
 from fsdp_trainer.memory.cuda_kernels import backward_workspaces
 from fsdp_trainer.memory.ledger import PHASES, Allocation, Event, Ledger
+from fsdp_trainer.memory.work import Work, count_work
 
 _ENTER = "profiler::_record_function_enter_new"
 # What an operation of FSDP2 or c10d says about a tensor: name -> (category, which arguments).
@@ -67,7 +68,8 @@ class MemoryTrace(TorchDispatchMode):
         self._device_module = getattr(torch, device.type)
         self._places = {"device": _Place(), "host": _Place()}
         self._watched: dict[int, tuple[Any, _Place]] = {}
-        self._visits = ["load"]
+        self.visits = ["load"]
+        self.work = [Work()]  # of each visit
         self._hidden = 0
 
     def __enter__(self) -> "MemoryTrace":
@@ -99,7 +101,8 @@ class MemoryTrace(TorchDispatchMode):
     def enter(self, phase: str) -> None:
         """Begin a phase; it lasts until the next one begins."""
         assert phase in PHASES, phase
-        self._visits.append(phase)
+        self.visits.append(phase)
+        self.work.append(Work())
         if workspace := self._workspaces.pop(phase, 0):
             made = self._allocate(self._places["device"], workspace)
             made.category = "temporaries"
@@ -111,7 +114,7 @@ class MemoryTrace(TorchDispatchMode):
 
     def ledgers(self) -> tuple[Ledger, Ledger]:
         """Return what was recorded: of the device, and of the host."""
-        visits = tuple(self._visits)
+        visits = tuple(self.visits)
         device, host = (
             Ledger(tuple(place.allocations), tuple(place.events), visits) for place in self._places.values()
         )
@@ -124,9 +127,11 @@ class MemoryTrace(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func._schema.name
         # On fakes it makes a new tensor; a real one waits and hands back what it was given.
-        result = args[0] if name == "_c10d_functional::wait_tensor" else func(*args, **kwargs)
+        result = args[0] if name == "_c10d_functional::wait_tensor" else _run(func, name, args, kwargs)
         if self._hidden:
             return result
+        if self._as_cuda:
+            count_work(self.work[-1], func, args, kwargs, result)
         if name == _ENTER and args[0] in PHASES:
             self.enter(args[0])
         for leaf in tree_iter(result):
@@ -157,11 +162,11 @@ class MemoryTrace(TorchDispatchMode):
         return torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
 
     def _allocate(self, place: _Place, size: int) -> Allocation:
-        visit = len(self._visits) - 1
+        visit = len(self.visits) - 1
         return place.allocate(size, stream=self._stream(), visit=visit, recomputed=self._recomputing())
 
     def _release(self, place: _Place, allocation: Allocation) -> None:
-        place.release(allocation, visit=len(self._visits) - 1, recomputing=self._recomputing())
+        place.release(allocation, visit=len(self.visits) - 1, recomputing=self._recomputing())
 
     def _take_inside(self, sizes: list[int]) -> None:
         """Record what a kernel allocates inside itself: all of it alive at once, and gone when it is done."""
@@ -209,6 +214,25 @@ class MemoryTrace(TorchDispatchMode):
         allocation = place.alive.pop(key, None)
         if allocation is not None:
             self._release(place, allocation)
+
+
+def _run(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    if name == "aten::_grouped_mm" and args[0].dtype == torch.float32 and isinstance(args[0], FakeTensor):
+        return _grouped_product(*args, **kwargs)
+    return func(*args, **kwargs)
+
+
+def _grouped_product(left: torch.Tensor, right: torch.Tensor, offs: Any = None, **_: Any) -> torch.Tensor:
+    """Make the result of a grouped product in fp32, which kernels compute and torch's shape function refuses.
+
+    torch 2.14, _meta_registrations.py `_meta_grouped_mm_common`; rows are padded to 16 bytes as it pads them.
+    """
+    groups = (offs.shape[0],) if left.ndim == right.ndim == 2 else ()
+    if left.ndim == right.ndim == 3:
+        groups = (left.shape[0],)
+    shape = (*groups, left.shape[-2], right.shape[-1])
+    padded = left.new_empty((*shape[:-1], -(-shape[-1] // 4) * 4))
+    return padded[..., : shape[-1]]
 
 
 def _get_propagation() -> Any:

@@ -5,7 +5,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,11 +13,20 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_trainer.checkpoint import training_tensors
 from fsdp_trainer.config import Config
+from fsdp_trainer.conversions import plan_export
 from fsdp_trainer.data.loader import MicroBatch, Window
-from fsdp_trainer.export import exported_dtypes, exported_weights, gather_weights, resolve_dtype
+from fsdp_trainer.export import (
+    MAX_FILE_BYTES,
+    exported_dtypes,
+    exported_weights,
+    gather_weights,
+    plan_files,
+    resolve_dtype,
+)
 from fsdp_trainer.memory.cuda_kernels import cuda_attention, find_overheads, keep_operations_fused
 from fsdp_trainer.memory.ledger import Ledger
 from fsdp_trainer.memory.trace import MemoryTrace
+from fsdp_trainer.memory.work import Work
 from fsdp_trainer.run import Run, build_run
 from fsdp_trainer.simulated import DEVICE, simulated_runtime
 from fsdp_trainer.step import eval_step, train_step
@@ -27,6 +36,15 @@ STEPS = 2  # the optimizer's state exists from the second on
 MOST_MICRO_BATCHES = 3
 
 
+@dataclass(frozen=True)
+class Trace:
+    """What one rank held on the device and the host, and the work of a whole optimizer step (None on CPU)."""
+
+    device: Ledger
+    host: Ledger
+    work: Work | None
+
+
 def trace_run(
     config: Config,
     *,
@@ -34,8 +52,8 @@ def trace_run(
     compute_capability: float | None,
     windows: Sequence[Window] | None = None,
     rank: int = 0,
-) -> tuple[Ledger, Ledger]:
-    """Return the ledgers of the device and of the host for one rank of a run: load, two steps, evaluation, save.
+) -> Trace:
+    """Trace one rank of a run: load, two steps, evaluation (where there are data for it), save.
 
     `compute_capability` is the GPU's; None simulates a gloo rank on CPU, whose tensors are all on the device's ledger.
     `windows` replaces the made-up rows, one for each step. Raises ConfigError as `build_run` does.
@@ -57,7 +75,9 @@ def trace_run(
                 if config.data.eval is not None:
                     _evaluate(run, windows[-1])
                 _save(run, trace)
-        return trace.ledgers()
+        device_ledger, host_ledger = trace.ledgers()
+        work = None if compute_capability is None else _work_of_step(trace, config.check_world(world_size))
+        return Trace(device_ledger, host_ledger, work)
 
 
 def tensors_of(window: Window) -> list[torch.Tensor]:
@@ -112,6 +132,17 @@ def full_window(config: Config, world_size: int) -> Window:
     )
 
 
+def _work_of_step(trace: MemoryTrace, accumulation: int) -> Work:
+    """Sum the last step's visits, its middle micro-batch as often as the whole window has one."""
+    visits, work = trace.visits, Work()
+    end = len(visits) - 1 - visits[::-1].index("step")
+    begin = end - (1 + 2 * min(accumulation, MOST_MICRO_BATCHES))  # clip, and a forward and a backward each
+    for index in range(begin, end + 1):
+        middle = index - begin in (2, 3) and accumulation > MOST_MICRO_BATCHES
+        work.add(trace.work[index], times=1 + accumulation - MOST_MICRO_BATCHES if middle else 1)
+    return work
+
+
 def _mark_as_they_come(run: Run, trace: MemoryTrace) -> None:
     """Name gradients when the optimizer takes them and its state when it has made it."""
 
@@ -137,16 +168,19 @@ def _evaluate(run: Run, window: Window) -> None:
 
 
 def _save(run: Run, trace: MemoryTrace) -> None:
-    """Copy what a checkpoint holds to the host, then gather what the exported folder holds, as saving does."""
+    """Copy what a checkpoint holds to the host, and gather what the exported folder holds, a file at a time."""
     trace.enter("save")
-    kept = {name: tensor.to("cpu", copy=True) for name, tensor in _local(run).items()}
-    del kept
+    config, copies = run.config, []
+    for tensor in training_tensors(run.model, run.optimizer).values():
+        copies.append((tensor.to_local() if isinstance(tensor, DTensor) else tensor).to("cpu", copy=True))
+        if not config.checkpoint.async_save:
+            copies.clear()  # written before the next one is copied
+    if not config.export.at_end:
+        return
+    copies.clear()
     weights = exported_weights(run.model)
-    dtypes = exported_dtypes(run.model, weights, resolve_dtype(run.config.export.dtype, run.hf_config, run.model))
-    if run.config.export.at_end:
-        gather_weights(weights, list(weights), dtypes=dtypes, keep=False)
-
-
-def _local(run: Run) -> dict[str, torch.Tensor]:
-    tensors = training_tensors(run.model, run.optimizer)
-    return {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+    dtypes = exported_dtypes(run.model, weights, resolve_dtype(config.export.dtype, run.hf_config, run.model))
+    files = plan_files(plan_export(run.model, weights, dtypes), max_bytes=MAX_FILE_BYTES)
+    for groups in files.values():
+        kept = [gather_weights(weights, group.names, dtypes=dtypes, keep=run.runtime.is_main) for group in groups]
+        del kept
