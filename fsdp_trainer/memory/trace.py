@@ -179,7 +179,7 @@ class MemoryTrace(TorchDispatchMode):
     def _see(self, tensor: torch.Tensor, category: str | None = None) -> None:
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor
-        if not isinstance(tensor, FakeTensor):
+        if not isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
