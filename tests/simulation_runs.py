@@ -57,9 +57,7 @@ def simulate_all(cases: dict[str, Any], gpus: str) -> dict[str, dict[str, Any]]:
                 category: max((a.size for a in ledger.allocations if ledger.category(a) == category), default=0)
                 for category in result.breakdown
             },
-            "kept": sorted(
-                (a.size for a in ledger.allocations if ledger.category(a) == "activations"), reverse=True
-            ),
+            "kept": sorted((a.size for a in ledger.allocations if ledger.category(a) == "activations"), reverse=True),
             "streams": len({a.stream for a in ledger.allocations}),
             "timeline_peak": max(sum(kinds.values()) for _, _, kinds in ledger.timeline),
         }
@@ -79,3 +77,31 @@ def extrapolate_and_simulate(cases: dict[str, Any], gpus: str) -> dict[str, tupl
         guessed = extrapolate(config, hardware)
         found[name] = dict(guessed.phases), dict(simulate(config, hardware).phases), guessed.linear
     return found
+
+
+def command(words: list[str], cache: str) -> list[tuple[str, float]]:
+    """Run `fsdp-trainer simulate` twice; return what it printed and the seconds it took, each time."""
+    import contextlib
+    import io
+    import os
+    import time
+
+    from fsdp_trainer import cli
+
+    os.environ["XDG_CACHE_HOME"] = cache
+    found = []
+    for _ in range(2):
+        printed, started = io.StringIO(), time.process_time()
+        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+            cli.main(["simulate", *words])
+        found.append((printed.getvalue(), time.process_time() - started))
+    return found
+
+
+def keys(cases: dict[str, tuple[Any, str]]) -> dict[str, str]:
+    """Return the cache's key of each (settings, GPUs)."""
+    from fsdp_trainer import Config
+    from fsdp_trainer.memory.hardware import parse_gpus
+    from fsdp_trainer.memory.simulation_cache import content_key
+
+    return {n: content_key(Config.from_dict(s), parse_gpus(gpus), False) for n, (s, gpus) in cases.items()}

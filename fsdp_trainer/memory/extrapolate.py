@@ -71,9 +71,7 @@ def fit(peaks: Mapping[int, Mapping[str, int]], *, layers: int) -> Extrapolation
 
 
 def _peaks(config: Config, hardware: Hardware) -> Mapping[str, int]:
-    return trace_run(
-        config, world_size=hardware.count, compute_capability=capability_of(hardware)
-    ).device.phases
+    return trace_run(config, world_size=hardware.count, compute_capability=capability_of(hardware)).device.phases
 
 
 def _peaks_with(config: Config, hardware: Hardware, hf_config: Any, layers: int) -> Mapping[str, int]:

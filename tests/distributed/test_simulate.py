@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fsdp_trainer.errors import ConfigError
 from tests import simulation_runs
 from tests.ranks import run_ranks
 from tests.simulation_runs import SMALL, settings
@@ -153,6 +156,40 @@ def test_extrapolation_is_exact_where_it_is_linear(tmp_path_factory: pytest.Temp
     for name, (guessed, full, linear) in found.items():
         assert linear, name
         assert guessed == full, name
+
+
+def test_command_answers_from_the_cache_the_second_time(tmp_path: Path) -> None:
+    values = settings(tmp_path, model={"num_hidden_layers": 1})
+    words = ["--gpus", "8xA100-80GB", f"--model.path={values['model']['path']}", "--data.packing=false"]
+    words += ["--data.seq_len=64", "--batch.global_batch_size=8"]
+    (first, slow), (second, quick) = run_ranks(simulation_runs.command, 1, [*words, "--json"], str(tmp_path))[0]
+    assert set(json.loads(first)) == KEYS
+    assert json.loads(first) == json.loads(second)
+    assert quick < slow / 3
+    assert len(list((tmp_path / "fsdp_trainer" / "simulations").glob("*.json"))) == 1
+    table = run_ranks(simulation_runs.command, 1, words, str(tmp_path))[0][0][0]
+    assert "fits" in table
+    assert "highest in each phase" in table
+
+
+def test_cache_key_follows_the_content(tmp_path: Path) -> None:
+    base = settings(tmp_path)
+    elsewhere = {**base, "output_dir": "elsewhere"}
+    cases = {
+        "base": (base, "8xA100-80GB"),
+        "same": (elsewhere, "8xA100-80GB"),
+        "gpus": (base, "8xH100-80GB"),
+        "stage": ({**base, "sharding": {"zero_stage": 2}}, "8xA100-80GB"),
+        "model": (settings(tmp_path, model={"num_hidden_layers": 5}), "8xA100-80GB"),
+    }
+    found = run_ranks(simulation_runs.keys, 1, cases)[0]
+    assert found["base"] == found["same"]
+    assert len(set(found.values())) == 4
+
+
+def test_bf16_is_refused_where_a_run_refuses_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no bf16"):
+        run_ranks(simulation_runs.simulate_all, 1, {"base": settings(tmp_path)}, "2xT4")
 
 
 def test_small_model_is_what_the_numbers_say() -> None:
