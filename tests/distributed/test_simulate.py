@@ -158,6 +158,20 @@ def test_extrapolation_is_exact_where_it_is_linear(tmp_path_factory: pytest.Temp
         assert guessed == full, name
 
 
+def test_a_gpu_holds_what_a_cpu_rank_holds_where_kernels_are_the_same(tmp_path: Path) -> None:
+    """So what is shown of CPU ranks to the byte holds for the GPU's numbers: eager attention has no kernel of its own.
+
+    The backward of the CPU may be higher: there a reduction sums in a buffer of its own.
+    """
+    values = settings(tmp_path, model={"num_hidden_layers": 2}, activation_checkpointing={"mode": "full"})
+    values["model"]["attention"] = "eager"
+    values["data"]["eval"], values["eval"] = "unused.jsonl", {"at_end": True}
+    gpu, cpu, rows = run_ranks(simulation_runs.both_targets, 1, values)[0]
+    for phase in ("forward", "clip", "step", "evaluate"):
+        assert gpu[phase] + rows - cpu[phase] == WORKSPACES, phase
+    assert gpu["backward"] + rows - WORKSPACES <= cpu["backward"]
+
+
 def test_command_answers_from_the_cache_the_second_time(tmp_path: Path) -> None:
     values = settings(tmp_path, model={"num_hidden_layers": 1})
     words = ["--gpus", "8xA100-80GB", f"--model.path={values['model']['path']}", "--data.packing=false"]
