@@ -11,6 +11,10 @@ from typing import Any
 from tests import models, step_runs
 
 
+def _holders(tensor: Any) -> int:
+    return tensor._use_count()  # of the tensor behind the Python object: gloo's queue is among them
+
+
 def measure(run_settings: dict[str, Any], steps: Sequence[Sequence[Any]]) -> dict[str, int]:
     """Build the run, take a step over each of `steps` (rows of documents), evaluate; return each phase's peak bytes."""
     import gc
@@ -55,17 +59,18 @@ def measure(run_settings: dict[str, Any], steps: Sequence[Sequence[Any]]) -> dic
             deadline = time.monotonic() + 0.5
             free = [(t, count) for t, count in self.sent if not any(t is leaf for leaf in used)]
             self.sent = [(t, count) for t, count in self.sent if any(t is leaf for leaf in used)]
-            while any(t._use_count() > count for t, count in free) and time.monotonic() < deadline:
+            while any(_holders(t) > count for t, count in free) and time.monotonic() < deadline:
                 time.sleep(0.0005)
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             name, used = func._schema.name, [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
             self.settle(used)
             if name == "profiler::_record_function_enter_new" and args[0] in PHASES:
+                gc.collect()  # a cycle of a functional collective's wrapper: when it goes is chance
                 self.phase = args[0]
                 self.note()
             if "c10d" in name:
-                self.sent += [(tensor, tensor._use_count()) for tensor in used]
+                self.sent += [(tensor, _holders(tensor)) for tensor in used]
             del used
             result = super().__torch_dispatch__(func, types, args, kwargs)
             if name == "_c10d_functional::wait_tensor":

@@ -51,7 +51,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         "accumulated": settings(folder, batch={"global_batch_size": 800}),
         "packed": settings(folder, data={"packing": True}),
         "grouped": settings(folder, model={"num_key_value_heads": 2}),
+        "random": settings(folder, model={"num_hidden_layers": 3, "vocab_size": 64_000}, export={"at_end": False}),
     }
+    cases["random"]["model"]["init"] = "random"
     return run_ranks(simulation_runs.simulate_all, 1, cases, "8xA100-80GB", timeout=300)[0]
 
 
@@ -128,6 +130,11 @@ def test_checkpointing_offload_and_accumulation(runs: dict[str, Any]) -> None:
     assert runs["accumulated"]["json"]["step_seconds"] > 50 * base["json"]["step_seconds"]
 
 
+def test_new_weights_are_drawn_on_the_host(runs: dict[str, Any]) -> None:
+    whole = 4 * (PARAMETERS + 2 * HIDDEN * (64_000 - VOCABULARY))
+    assert whole < runs["random"]["host"] < 1.05 * whole + 500 * 2**20
+
+
 def test_streams_are_kept_apart(runs: dict[str, Any]) -> None:
     """The allocator pools by stream: compute, gathering in, gathering, reducing."""
     assert runs["base"]["streams"] >= 3
@@ -170,6 +177,14 @@ def test_a_gpu_holds_what_a_cpu_rank_holds_where_kernels_are_the_same(tmp_path: 
     for phase in ("forward", "clip", "step", "evaluate"):
         assert gpu[phase] + rows - cpu[phase] == WORKSPACES, phase
     assert gpu["backward"] + rows - WORKSPACES <= cpu["backward"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_three_micro_batches_stand_for_all(stage: int, tmp_path: Path) -> None:
+    values = settings(tmp_path, model={"num_hidden_layers": 2}, sharding={"zero_stage": stage})
+    values["batch"] = {"global_batch_size": 48, "micro_batch_size": 1}
+    few, whole = run_ranks(simulation_runs.accumulated, 1, values)[0]
+    assert few == whole
 
 
 def test_command_answers_from_the_cache_the_second_time(tmp_path: Path) -> None:
