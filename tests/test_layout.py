@@ -38,6 +38,16 @@ PARTS = {
     "memory.postmortem": "measure",
     "memory.simulate": "simulate",
     "memory.allocator": "simulate",
+    "memory.ledger": "simulate",
+    "memory.trace": "simulate",
+    "memory.traced_run": "simulate",
+    "memory.cuda_kernels": "simulate",
+    "memory.work": "simulate",
+    "memory.simulation": "simulate",
+    "memory.simulation_cache": "simulate",
+    "memory.simulation_text": "facts",
+    "memory.roofline": "simulate",
+    "memory.extrapolate": "simulate",
     "memory.estimate": "facts",
     "memory.hardware": "facts",
     "memory": "facts",
@@ -115,10 +125,11 @@ WITHOUT_TORCH = (
 )
 WITHOUT_TORCH += ("run_lock", "data", "data.sources", "data.formats", "data.readers")
 WITHOUT_TORCH += ("memory", "memory.hardware", "memory.estimate")
+WITHOUT_TORCH += ("memory.simulation", "memory.ledger")
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "bitsandbytes", "torchao"}
 MAY_PRINT = ("cli", "progress", "report", "demo")
 # simulated.py is the simulated part of the runtime: what it changes, it undoes on exit.
-MAY_PATCH = ("patches", "runtime", "simulated", "memory.simulate")
+MAY_PATCH = ("patches", "runtime", "simulated", "memory.trace", "memory.cuda_kernels")
 PATCHED = {"torch", "transformers", "accelerate"}
 MAX_FUNCTION_LINES = 80
 MAX_FILE_LINES = 500
