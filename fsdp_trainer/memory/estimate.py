@@ -180,9 +180,9 @@ def estimate_loss(
     in_product = chunk * vocab * compute_bytes + table * compute_bytes * several
     cast = table * compute_bytes * several
     kept = rows + weight_gradient
-    return LossMemory(
-        forward=kept + max(in_chunk, in_product), kept=kept, backward=kept + cast, weight_gradient=weight_gradient
-    )
+    # One chunk has no earlier chunk's gradient beside its logits.
+    forward = kept + max(in_chunk, in_product) if several else max(rows + in_chunk, kept + in_product)
+    return LossMemory(forward=forward, kept=kept, backward=kept + cast, weight_gradient=weight_gradient)
 
 
 # --- DeepSpeed's estimator -------------------------------------------------------------------------------------------

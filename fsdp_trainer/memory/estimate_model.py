@@ -14,10 +14,10 @@ from fsdp_trainer.errors import ConfigError
 
 # Bytes saved per element by each kind of norm, besides its output: what autograd keeps in the modeling files.
 # rms: the fp32 copy and the normalised copy in compute dtype. gemma, olmo2: both in fp32. layer: torch's own kernel
-# keeps its input. cohere: centred, normalised and raw in fp32.
-NORM_SAVES = {"rms": (4, 1), "gemma": (8, 0), "olmo": (8, 0), "layer": (0, 1), "cohere": (8, 0)}  # (fp32, compute)
+# keeps its input. cohere: centred, normalised and scaled in fp32.
+NORM_SAVES = {"rms": (4, 1), "gemma": (8, 0), "olmo": (8, 0), "layer": (0, 1), "cohere": (12, 0)}  # (fp32, compute)
 # Tensors of the MLP's width that an activation function keeps, its input included.
-ACTIVATION_SAVES = {"relu": 1, "gelu_new": 5}
+ACTIVATION_SAVES = {"relu": 1, "gelu_new": 4}
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,11 @@ class Family:
     ffn: str = "intermediate_size"  # the key of the MLP's width; absent: four times the hidden size
     expert_ffn: str = "moe_intermediate_size"
     grouped: bool = True  # fewer key than query heads can be asked for
+    activation: str = "silu"
+    # Rotary positions are joined from parts (torch.cat), which moves heads to the front: the output is copied back.
+    copies_output: bool = False
+    fused_qkv: bool = False  # the values are a view of one projection, which keeps all of it beside the rotated copies
+    shared_input: bool = False  # both norms have the same input, kept once
 
 
 _PLAIN = {"qkv_bias": False, "out_bias": False, "mlp_bias": False}
@@ -51,21 +56,32 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": Family(**(_PLAIN | {"qkv_bias": "qkv_bias"})),
     "qwen3": Family(mlp_bias=False, qk_norm="head", head_dim=128),
     "qwen3_moe": Family(mlp_bias=False, qk_norm="head"),
-    "phi3": Family(**_PLAIN),
+    "phi3": Family(**_PLAIN, copies_output=True, fused_qkv=True),
     "olmo2": Family(norm="olmo", normed_inputs=0, mlp_bias=False, qk_norm="all"),
     "smollm3": Family(tied=True),
     "granite": Family(),
-    "gemma": Family(norm="gemma", mlp_bias=False, tied=True, head_dim=256),
-    "gemma2": Family(norm="gemma", norms=4, mlp_bias=False, tied=True, head_dim=256),
-    "gemma3_text": Family(norm="gemma", norms=4, mlp_bias=False, qk_norm="head", tied=True, head_dim=256),
+    "gemma": Family(norm="gemma", mlp_bias=False, tied=True, head_dim=256, activation="gelu_pytorch_tanh"),
+    "gemma2": Family(norm="gemma", norms=4, mlp_bias=False, tied=True, head_dim=256, activation="gelu_pytorch_tanh"),
+    "gemma3_text": Family(
+        norm="gemma", norms=4, mlp_bias=False, qk_norm="head", tied=True, head_dim=256, activation="gelu_pytorch_tanh"
+    ),
     "cohere": Family(norm="cohere", norms=1, normed_inputs=1, mlp_bias=False, tied=True),
     "starcoder2": Family(
         **(_GPT | {"qkv_bias": "use_bias", "out_bias": "use_bias", "mlp_bias": "use_bias"}), tied=True
     ),
-    "stablelm": Family(norm="layer", norm_bias=True, qkv_bias="use_qkv_bias", out_bias=False, mlp_bias=False),
-    "gpt_neox": Family(**(_GPT | {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}), grouped=False),
-    "gpt2": Family(**_GPT, learned_positions=0, tied=True, ffn="n_inner", grouped=False),
-    "opt": Family(**_GPT, learned_positions=2, tied=True, ffn="ffn_dim", grouped=False),
+    "stablelm": Family(
+        norm="layer", norm_bias=True, qkv_bias="use_qkv_bias", out_bias=False, mlp_bias=False, copies_output=True
+    ),
+    "gpt_neox": Family(
+        **(_GPT | {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}),
+        grouped=False,
+        activation="gelu",
+        copies_output=True,
+        fused_qkv=True,
+        shared_input=True,
+    ),
+    "gpt2": Family(**_GPT, learned_positions=0, tied=True, ffn="n_inner", grouped=False, activation="gelu_new"),
+    "opt": Family(**_GPT, learned_positions=2, tied=True, ffn="ffn_dim", grouped=False, activation="relu"),
 }
 # Keys whose default is not False where config.json is silent.
 _TRUE_BY_DEFAULT = {("gpt_neox", "attention_bias"), ("starcoder2", "use_bias"), ("qwen2_moe", "qkv_bias")}
@@ -198,7 +214,9 @@ def _shape(config: Mapping[str, Any], family: str) -> ModelShape:
     position_rows = 0
     if rules.learned_positions is not None:
         position_rows = int(_first(config, "n_positions", "max_position_embeddings")) + rules.learned_positions
-    for key, only in (("word_embed_proj_dim", hidden), ("use_qk_norm", False), ("qk_layernorm", False)):
+    only_known = {"word_embed_proj_dim": hidden, "use_qk_norm": False, "qk_layernorm": False}
+    only_known["use_parallel_residual"] = rules.shared_input
+    for key, only in only_known.items():
         if config.get(key, only) != only:
             raise ValueError(f"{key}: {config[key]} is not known here")
     experts = _experts(config, rules)
@@ -215,7 +233,9 @@ def _shape(config: Mapping[str, Any], family: str) -> ModelShape:
         qkv_bias=says(rules.qkv_bias),
         out_bias=says(rules.out_bias),
         mlp_bias=says(rules.mlp_bias),
-        activation=str(_first(config, "hidden_activation", "hidden_act", "activation_function", default="silu")),
+        activation=str(
+            _first(config, "hidden_activation", "hidden_act", "activation_function", default=rules.activation)
+        ),
         position_rows=position_rows,
         softcapped=config.get("attn_logit_softcapping", 50.0 if family == "gemma2" else None) is not None,
         experts=experts,
@@ -297,32 +317,44 @@ def count_positions(shape: ModelShape) -> int:
 # --- activations -----------------------------------------------------------------------------------------------------
 
 
-def layer_activation_bytes(
-    shape: ModelShape, *, seq_len: int, compute_bytes: int = 2, dense: bool = False, eager_attention: bool = False
-) -> int:
-    """Return the bytes one decoder layer saves per token for its backward, nothing recomputed.
+Attention = Literal["flash", "masked", "efficient", "scores"]
 
-    Attention by torch's flash kernel keeps queries, keys, values, output and one fp32 number per head; eager attention
-    keeps every score (`seq_len` per token and head): fp32 softmax, its cast, and what a soft-cap keeps.
-    """
+
+def layer_activation_bytes(
+    shape: ModelShape, *, seq_len: int, compute_bytes: int = 2, dense: bool = False, attention: Attention = "flash"
+) -> int:
+    """Return the bytes one decoder layer saves per token for its backward, nothing recomputed."""
     b, rules = compute_bytes, shape.rules
-    norm = _norm_bytes(shape, shape.hidden, b) * rules.norms + b * shape.hidden * rules.normed_inputs
-    if rules.normed_inputs < rules.norms or rules.norm == "olmo":
-        # Norms after a block feed the residual sum; then the linears keep the residual stream itself.
-        norm += 0 if rules.normed_inputs else 2 * b * shape.hidden
-    attention = b * 2 * (shape.query_size + shape.kv_size) + 4 * shape.heads
+    norms = rules.norms * _norm_bytes(shape, shape.hidden, b)
+    # A linear keeps its input: a norm's output, or the residual stream where norms stand after the blocks.
+    inputs = b * shape.hidden * (rules.normed_inputs or 2)
+    norms -= b * shape.hidden * rules.shared_input
+    kept = norms + inputs + _attention_bytes(shape, seq_len=seq_len, compute_bytes=b, attention=attention)
     if rules.qk_norm != "none":
-        attention += _norm_bytes(shape, shape.query_size + shape.kv_size, b)
-    if eager_attention or shape.softcapped:
-        scores = shape.heads * seq_len * (4 + b + (b if shape.softcapped else 0))
-        repeated = 2 * b * (shape.query_size - shape.kv_size)
-        attention = attention - 4 * shape.heads + scores + repeated
+        kept += _norm_bytes(shape, shape.query_size + shape.kv_size, b)
     if shape.experts is None or dense:
-        return norm + attention + _mlp_bytes(shape, shape.ffn, b)
+        return kept + _mlp_bytes(shape, shape.ffn, b)
     experts = shape.experts
-    routed = experts.per_token * (2 * b * shape.hidden + 4 * b * experts.ffn)
-    router = 4 * experts.count
-    return norm + attention + routed + router + 4 * b * experts.shared_ffn
+    # The token's copy for each of its experts, their MLPs, and their outputs, which the router's weights multiply.
+    routed = experts.per_token * (2 * b * shape.hidden + _mlp_bytes(shape, experts.ffn, b))
+    return kept + routed + 4 * experts.count + 4 * b * experts.shared_ffn
+
+
+def _attention_bytes(shape: ModelShape, *, seq_len: int, compute_bytes: int, attention: Attention) -> int:
+    """Return what attention keeps per token.
+
+    flash: queries, keys, values, output, one fp32 number a head. efficient: the same with keys and values repeated for
+    every query head; masked: and the mask as numbers, once for all heads, which each layer makes anew. scores (eager
+    attention, torch's math form): the fp32 softmax of every score, its cast, and what a soft-cap keeps.
+    """
+    b, queries = compute_bytes, shape.query_size
+    extra = b * ((queries + shape.kv_size) * shape.rules.fused_qkv + queries * shape.rules.copies_output)
+    if attention == "flash" and not shape.softcapped:
+        return extra + 2 * b * (queries + shape.kv_size) + 4 * shape.heads
+    if attention in ("efficient", "masked") and not shape.softcapped:
+        return extra + 4 * b * queries + 4 * shape.heads + (b * seq_len if attention == "masked" else 0)
+    capped = b if shape.softcapped else 0
+    return extra + 4 * b * queries + shape.heads * seq_len * (4 + b + capped)
 
 
 def _norm_bytes(shape: ModelShape, width: int, compute_bytes: int) -> int:

@@ -46,6 +46,20 @@ class Hardware:
     fp16_flops: float = 0.0
     compute_capability: str = ""
 
+    @property
+    def capability(self) -> float:
+        """The CUDA compute capability as a number; 8.0 for other makers and where a file does not say."""
+        try:
+            return float(self.compute_capability)
+        except ValueError:
+            return 8.0
+
+    @property
+    def outside_bytes(self) -> int:
+        """What of `usable_bytes` torch's allocator cannot have: the context, and NCCL's buffers with several GPUs."""
+        found = _overheads(self.capability)
+        return found["context"] + (found["distributed"] if self.count > 1 else 0)
+
     def __str__(self) -> str:
         shape = f"{self.gpus_per_node}x{self.name}"
         return shape if self.nodes == 1 else f"{self.nodes}x{shape}"
@@ -206,6 +220,16 @@ def _nearest(name: str) -> list[str]:
 def _catalogue() -> tuple[_Card, ...]:
     with Path(__file__).with_name("hardware.csv").open(encoding="utf-8", newline="") as file:
         return tuple(_read_card(row) for row in csv.DictReader(file))
+
+
+def _overheads(capability: float) -> dict[str, int]:
+    """Bytes by name of overheads.csv for a GPU of this capability; the sources stand there."""
+    with Path(__file__).with_name("overheads.csv").open(encoding="utf-8", newline="") as file:
+        return {
+            row["name"]: round(float(row["mib"]) * 2**20)
+            for row in csv.DictReader(file)
+            if float(row["from_capability"]) <= capability < float(row["below_capability"])
+        }
 
 
 def _read_card(row: Mapping[str, str]) -> _Card:

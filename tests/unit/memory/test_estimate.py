@@ -103,7 +103,7 @@ def test_published_bytes_per_logit(kind: str) -> None:
 )
 def test_deepspeed_estimator(row: dict[str, Any]) -> None:
     # The documentation cuts its inputs to whole millions; its outputs are of the whole numbers.
-    assert (T5_3B // 10**6 * 1e6, T5_TABLE // 10**6 * 1e6) == (row["params"], row["largest"])
+    assert (row["params"], row["largest"]) == (T5_3B // 10**6 * 1e6, T5_TABLE // 10**6 * 1e6)
     sizes = {"largest_layer": T5_TABLE, "gpus_per_node": row["gpus"], "zero_stage": row["stage"]}
     estimate = estimate_deepspeed(T5_3B, offload=row["offload"], **sizes)
     assert_printed(estimate.gpu / GIB, row.get("gpu", row.get("gpu_current_formula")))
