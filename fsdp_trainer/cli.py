@@ -15,6 +15,7 @@ from fsdp_trainer.config import Config
 from fsdp_trainer.config_reading import check_command_flags
 from fsdp_trainer.errors import ConfigError, FsdpTrainerError
 from fsdp_trainer.launch import launch
+from fsdp_trainer.memory.simulation_text import format_simulation
 from fsdp_trainer.progress import log_error
 
 app = typer.Typer(
@@ -77,6 +78,36 @@ def export(
     from fsdp_trainer.offline_export import export_checkpoint
 
     export_checkpoint(run, out, dtype=dtype)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def simulate(
+    context: typer.Context,
+    gpus: Annotated[
+        str, typer.Option(help="The GPUs, such as 8xH100-80GB, 2x8xA100-80GB or a YAML file.", metavar="GPUS")
+    ],
+    config: Annotated[Path | None, typer.Option(help="Settings file (YAML).", metavar="RUN.YAML")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    expandable: Annotated[
+        bool, typer.Option("--expandable-segments", help="As with PYTORCH_ALLOC_CONF=expandable_segments:True.")
+    ] = False,
+) -> None:
+    """Say what a run would take on GPUs you name, by running it on fake tensors: needs a config.json and no GPU."""
+    flags = ("--config", "--gpus", "--json", "--expandable-segments")
+    check_command_flags(context.args, root=Config, flags=flags)
+    settings = Config.load(config, list(context.args))
+    from fsdp_trainer.memory.hardware import parse_gpus
+
+    hardware = parse_gpus(gpus)
+    settings.check_world(hardware.count)
+    # Imported here: help and errors about settings answer without torch.
+    from fsdp_trainer.memory.simulation_cache import simulate_cached
+
+    result = simulate_cached(settings, hardware, expandable_segments=expandable)
+    if as_json:
+        print(json.dumps(result.to_json(), indent=2))
+    else:
+        print(format_simulation(result.to_json(), gpus=str(hardware)))
 
 
 @app.command()

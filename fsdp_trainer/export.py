@@ -71,7 +71,7 @@ def export_model(
     part = unfinished(folder)
     _on_main(lambda: make_empty(part), folder, process_group)
     for file, groups in plan.items():
-        kept = [_gather(weights, group.names, dtypes=dtypes, keep=is_main(process_group)) for group in groups]
+        kept = [gather_weights(weights, group.names, dtypes=dtypes, keep=is_main(process_group)) for group in groups]
         _on_main(lambda file=file, kept=kept: write_file(part / file, converted(model, kept)), folder, process_group)
         del kept
     config = exported_config(hf_config, model, target_dtype)
@@ -188,7 +188,7 @@ def converted(model: nn.Module, gathered: list[dict[str, torch.Tensor]]) -> dict
 
 
 @torch.no_grad()
-def _gather(
+def gather_weights(
     weights: Mapping[str, torch.Tensor], names: Sequence[str], *, dtypes: Mapping[str, torch.dtype], keep: bool
 ) -> dict[str, torch.Tensor]:
     """Gather the named tensors one at a time on every rank; `keep` them in host memory (rank 0) or drop them."""

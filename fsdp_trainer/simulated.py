@@ -127,21 +127,23 @@ def _integer_reshard_mesh_outside_fake_mode() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def simulated_runtime(*, world_size: int, rank: int = 0) -> Iterator[Runtime]:
+def simulated_runtime(*, world_size: int, rank: int = 0, device: str = DEVICE) -> Iterator[Runtime]:
     """Yield a `Runtime` for one rank of `world_size` pretended accelerators; leaves no process group or state behind.
 
-    Needs a process without a process group or Accelerator of its own. The device name stays registered with torch for
-    the life of the process.
+    `device` cpu gives what a gloo rank would do instead, to compare with real ones. Needs a process without a process
+    group or Accelerator of its own. The device name stays registered with torch for the life of the process.
     """
     if dist.is_initialized() or PartialState._shared_state:
         raise AssertionError("a simulated runtime needs a process in which no run is active")
-    if not hasattr(torch, DEVICE):
+    if device == DEVICE and not hasattr(torch, DEVICE):
         _setup_privateuseone_for_python_backend(DEVICE, backend_module=_Device())
-    dist.init_process_group(f"{DEVICE}:fake,cpu:fake", store=FakeStore(), rank=rank, world_size=world_size)
+    backends = "cpu:fake" if device == "cpu" else f"{DEVICE}:fake,cpu:fake"
+    dist.init_process_group(backends, store=FakeStore(), rank=rank, world_size=world_size)
+    place = torch.device("cpu") if device == "cpu" else torch.device(device, 0)
     PartialState._shared_state.update(
-        _cpu=False,
+        _cpu=device == "cpu",
         backend="fake",
-        device=torch.device(DEVICE, 0),
+        device=place,
         debug=False,
         distributed_type=DistributedType.MULTI_GPU,
         num_processes=world_size,
@@ -151,12 +153,14 @@ def simulated_runtime(*, world_size: int, rank: int = 0) -> Iterator[Runtime]:
     )
     # A CPU launch, or an earlier run of this process, left it set; Accelerate then refuses a device that is no CPU.
     use_cpu = os.environ.pop("ACCELERATE_USE_CPU", None)
+    if device == "cpu":
+        os.environ["ACCELERATE_USE_CPU"] = "true"
     try:
         accelerator = Accelerator(mixed_precision="no", fsdp_plugin=build_fsdp_plugin())
         assert accelerator.distributed_type == DistributedType.FSDP
         with _integer_reshard_mesh_outside_fake_mode():
             yield Runtime(
-                device=torch.device(DEVICE, 0),
+                device=place,
                 rank=rank,
                 local_rank=rank,
                 world_size=world_size,
@@ -166,5 +170,6 @@ def simulated_runtime(*, world_size: int, rank: int = 0) -> Iterator[Runtime]:
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
         dist.destroy_process_group()
+        os.environ.pop("ACCELERATE_USE_CPU", None)
         if use_cpu is not None:
             os.environ["ACCELERATE_USE_CPU"] = use_cpu

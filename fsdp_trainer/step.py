@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.autograd.profiler import record_function
 from torch.distributed.tensor import DTensor
 
 from fsdp_trainer.data.loader import MicroBatch, Window
@@ -28,21 +29,28 @@ class StepOutput:
 
 
 def train_step(run: Run, window: Window, *, learning_rate: float) -> StepOutput:
-    """Accumulate the window's gradients, clip by the global norm, and move the weights once."""
+    """Accumulate the window's gradients, clip by the global norm, and move the weights once.
+
+    The labels are what a profile shows and what the memory ledger takes its phases from.
+    """
     with run.runtime.tensors():
         loss_sum = torch.zeros((), dtype=torch.float32, device=run.runtime.device)
         scale = _backward_scale(run, window.supervised_tokens)
         for index, micro_batch in enumerate(window.micro_batches):
             run.sharding.before_micro_batch(is_last=index == len(window.micro_batches) - 1)
-            scaled_loss, summed_loss = _forward(run, micro_batch, scale)
-            scaled_loss.backward()
+            with record_function("forward"):
+                scaled_loss, summed_loss = _forward(run, micro_batch, scale)
+            with record_function("backward"):
+                scaled_loss.backward()
             loss_sum += summed_loss
         # A gathered weight would hide the update from the next forward.
         run.sharding.reshard_all()
-        if run.scaler is not None:
-            run.scaler.unscale_(run.optimizer)
-        grad_norm = _clip_gradients(run)
-        skipped = _move_weights(run, grad_norm, learning_rate)
+        with record_function("clip"):
+            if run.scaler is not None:
+                run.scaler.unscale_(run.optimizer)
+            grad_norm = _clip_gradients(run)
+        with record_function("step"):
+            skipped = _move_weights(run, grad_norm, learning_rate)
         run.optimizer.zero_grad(set_to_none=True)
         dist.all_reduce(loss_sum)
         return StepOutput(loss_sum / window.supervised_tokens, grad_norm, skipped)
@@ -51,7 +59,7 @@ def train_step(run: Run, window: Window, *, learning_rate: float) -> StepOutput:
 @torch.no_grad()
 def eval_step(run: Run, micro_batch: MicroBatch) -> torch.Tensor:
     """Return this rank's summed loss over the micro-batch's supervised tokens, an fp32 scalar on the device."""
-    with run.runtime.tensors():
+    with run.runtime.tensors(), record_function("evaluate"):
         one = torch.ones((), dtype=torch.float32, device=run.runtime.device)
         return _forward(run, micro_batch, one)[1]
 

@@ -36,6 +36,12 @@ PARTS = {
     "memory.postmortem": "measure",
     "memory.simulate": "simulate",
     "memory.allocator": "simulate",
+    "memory.ledger": "simulate",
+    "memory.trace": "simulate",
+    "memory.traced_run": "simulate",
+    "memory.cuda_kernels": "simulate",
+    "memory.roofline": "simulate",
+    "memory.extrapolate": "simulate",
     "memory.estimate": "facts",
     "memory.hardware": "facts",
     "memory": "facts",
@@ -110,7 +116,7 @@ WITHOUT_TORCH += ("run_lock", "data", "data.sources", "data.formats", "memory", 
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "bitsandbytes", "torchao"}
 MAY_PRINT = ("cli", "progress", "report", "demo")
 # simulated.py is the simulated part of the runtime: what it changes, it undoes on exit.
-MAY_PATCH = ("patches", "runtime", "simulated", "memory.simulate")
+MAY_PATCH = ("patches", "runtime", "simulated", "memory.trace", "memory.cuda_kernels")
 PATCHED = {"torch", "transformers", "accelerate"}
 MAX_FUNCTION_LINES = 80
 MAX_FILE_LINES = 500

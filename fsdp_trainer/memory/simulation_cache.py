@@ -1,0 +1,92 @@
+"""Keep simulations on disk by content: what was simulated once is there at once, and never after anything changed.
+
+The key covers the settings, the model's own config, the GPUs, the versions of the libraries and our own source.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from dataclasses import asdict
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fsdp_trainer.config import Config
+from fsdp_trainer.memory.hardware import Hardware
+from fsdp_trainer.memory.simulate import Simulation, check_known, simulate
+from fsdp_trainer.model import load_hf_config
+
+_LIBRARIES = ("torch", "transformers", "accelerate")
+# Settings that change neither what is held nor for how long; a path's content is in the model's config.
+_NO_MATTER = ("output_dir", "log", "schedule", "profile", "rehearse")
+
+
+def simulate_cached(
+    config: Config, hardware: Hardware, *, expandable_segments: bool = False, folder: Path | None = None
+) -> Simulation:
+    """Return the simulation from `folder` (default: the user's cache), or make it and leave it there.
+
+    One that comes from the cache has no ledger.
+    """
+    check_known(config)
+    path = (folder or cache_folder()) / f"{content_key(config, hardware, expandable_segments)}.json"
+    found = _read(path)
+    if found is not None:
+        return Simulation(**(found | {"config": config.to_dict()}))
+    made = simulate(config, hardware, expandable_segments=expandable_segments)
+    values = {name: value for name, value in vars(made).items() if name not in ("ledger", "config")}
+    _write(path, values)
+    return made
+
+
+def cache_folder() -> Path:
+    """Return where simulations are kept: $XDG_CACHE_HOME/fsdp_trainer/simulations, ~/.cache without it."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "fsdp_trainer" / "simulations"
+
+
+def content_key(config: Config, hardware: Hardware, expandable_segments: bool) -> str:
+    """Return a hash of everything the result depends on."""
+    settings: dict[str, Any] = config.to_dict()
+    section = config.model
+    hf_config = load_hf_config(section.path, revision=section.revision, trust_remote_code=section.trust_remote_code)
+    for name in _NO_MATTER:
+        del settings[name]
+    content = {
+        "settings": settings,
+        "model": hf_config.to_dict(),
+        "hardware": asdict(hardware),
+        "expandable_segments": expandable_segments,
+        "versions": {name: version(name) for name in _LIBRARIES},
+        "source": _source_hash(),
+    }
+    text = json.dumps(content, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+@cache
+def _source_hash() -> str:
+    """Hash our own source: the run that is simulated is this code."""
+    package = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256()
+    for path in sorted([*package.rglob("*.py"), *package.rglob("*.csv")]):
+        digest.update(path.relative_to(package).as_posix().encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # not there, or half written by another version: make it anew
+        return None
+
+
+def _write(path: Path, values: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        json.dump(values, file)
+    os.replace(name, path)  # readers see all of it or nothing

@@ -1,0 +1,186 @@
+"""Build a run and take its steps on fake tensors while a trace watches: the whole of training, as far as memory goes.
+
+`build_run`, `train_step` and `eval_step` are the ones a real run calls; only the rows are made up.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp_trainer.checkpoint import training_tensors
+from fsdp_trainer.config import Config
+from fsdp_trainer.conversions import plan_export
+from fsdp_trainer.data.loader import MicroBatch, Window
+from fsdp_trainer.export import (
+    MAX_FILE_BYTES,
+    exported_dtypes,
+    exported_weights,
+    gather_weights,
+    plan_files,
+    resolve_dtype,
+)
+from fsdp_trainer.memory.cuda_kernels import cuda_attention, find_overheads, keep_operations_fused
+from fsdp_trainer.memory.ledger import Ledger
+from fsdp_trainer.memory.trace import MemoryTrace
+from fsdp_trainer.memory.work import Work
+from fsdp_trainer.run import Run, build_run
+from fsdp_trainer.simulated import DEVICE, simulated_runtime
+from fsdp_trainer.step import eval_step, train_step
+
+STEPS = 2  # the optimizer's state exists from the second on
+# First, middle and last differ (what is gathered, summed and kept); further ones in the middle hold what one holds.
+MOST_MICRO_BATCHES = 3
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one rank held on the device and the host, and the work of a whole optimizer step (None on CPU)."""
+
+    device: Ledger
+    host: Ledger
+    work: Work | None
+
+
+def trace_run(
+    config: Config,
+    *,
+    world_size: int,
+    compute_capability: float | None,
+    windows: Sequence[Window] | None = None,
+    rank: int = 0,
+) -> Trace:
+    """Trace one rank of a run: load, two steps, evaluation (where there are data for it), save.
+
+    `compute_capability` is the GPU's; None simulates a gloo rank on CPU, whose tensors are all on the device's ledger.
+    `windows` replaces the made-up rows, one for each step. Raises ConfigError as `build_run` does.
+    """
+    on_gpu = compute_capability is not None
+    workspace = find_overheads(compute_capability).cublas_workspace if on_gpu else None
+    with simulated_runtime(world_size=world_size, rank=rank, device=DEVICE if on_gpu else "cpu") as runtime:
+        trace = MemoryTrace(runtime.device, workspace=workspace)
+        with _kernels_of(compute_capability), trace:
+            run = build_run(config, runtime)
+            trace.mark(run.model.parameters(), "parameters")
+            trace.mark(run.model.buffers(), "buffers")
+            _mark_as_they_come(run, trace)
+            with runtime.tensors():
+                windows = [_on_fakes(w) for w in windows] if windows else [full_window(config, world_size)] * STEPS
+                trace.mark((tensor for window in windows for tensor in tensors_of(window)), "buffers")
+                for window in windows:
+                    train_step(run, window, learning_rate=config.optim.lr)
+                if config.data.eval is not None:
+                    _evaluate(run, windows[-1])
+                _save(run, trace)
+        device_ledger, host_ledger = trace.ledgers()
+        work = None if compute_capability is None else _work_of_step(trace, config.check_world(world_size))
+        return Trace(device_ledger, host_ledger, work)
+
+
+def tensors_of(window: Window) -> list[torch.Tensor]:
+    """Return the tensors of a window's micro-batches."""
+    values = [value for micro_batch in window.micro_batches for value in vars(micro_batch).values()]
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def _on_fakes(window: Window) -> Window:
+    def fake(value: Any) -> Any:
+        return torch.empty(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
+
+    made = (MicroBatch(**{name: fake(value) for name, value in vars(m).items()}) for m in window.micro_batches)
+    return replace(window, micro_batches=tuple(made))
+
+
+@contextlib.contextmanager
+def _kernels_of(compute_capability: float | None) -> Iterator[None]:
+    if compute_capability is None:
+        yield
+        return
+    keep_operations_fused()
+    with cuda_attention(compute_capability):
+        yield
+
+
+def full_window(config: Config, world_size: int) -> Window:
+    """Make the largest window of a rank: every row of seq_len tokens, every token supervised.
+
+    A packed row holds two documents: how many there are changes nothing that a GPU keeps.
+    """
+    rows, width = config.batch.micro_batch_size, config.data.seq_len
+    accumulation = min(config.check_world(world_size), MOST_MICRO_BATCHES)
+    documents = 2 if config.data.packing and width >= 4 else 1
+    supervised = rows * (width - documents)
+    half = width // 2
+    micro_batch = MicroBatch(
+        input_ids=torch.zeros(rows, width, dtype=torch.int64),
+        position_ids=torch.zeros(rows, width, dtype=torch.int64),
+        document_ids=torch.zeros(rows, width, dtype=torch.int32) if documents > 1 else None,
+        supervised_positions=torch.zeros(supervised, dtype=torch.int64),
+        targets=torch.zeros(supervised, dtype=torch.int64),
+        lengths=torch.zeros(rows, dtype=torch.int64),
+        document_lengths=((half, width - half),) * rows if documents > 1 else None,
+    )
+    return Window(
+        micro_batches=(micro_batch,) * accumulation,
+        supervised_tokens=supervised * accumulation * world_size,
+        tokens=rows * width * accumulation * world_size,
+        epoch=0,
+        row_indices=(),
+    )
+
+
+def _work_of_step(trace: MemoryTrace, accumulation: int) -> Work:
+    """Sum the last step's visits, its middle micro-batch as often as the whole window has one."""
+    visits, work = trace.visits, Work()
+    end = len(visits) - 1 - visits[::-1].index("step")
+    begin = end - (1 + 2 * min(accumulation, MOST_MICRO_BATCHES))  # clip, and a forward and a backward each
+    for index in range(begin, end + 1):
+        middle = index - begin in (2, 3) and accumulation > MOST_MICRO_BATCHES
+        work.add(trace.work[index], times=1 + accumulation - MOST_MICRO_BATCHES if middle else 1)
+    return work
+
+
+def _mark_as_they_come(run: Run, trace: MemoryTrace) -> None:
+    """Name gradients when the optimizer takes them and its state when it has made it."""
+
+    def mark_gradients(*_: object) -> None:
+        trace.mark((p.grad for p in run.model.parameters() if p.grad is not None), "gradients")
+
+    def mark_state(*_: object) -> None:
+        for state in run.optimizer.state.values():
+            trace.mark((value for value in state.values() if isinstance(value, torch.Tensor)), "optimizer_state")
+
+    run.optimizer.register_step_pre_hook(mark_gradients)
+    run.optimizer.register_step_post_hook(mark_state)
+
+
+def _evaluate(run: Run, window: Window) -> None:
+    """Two micro-batches as `training.evaluate` takes them: the second begins with what the first leaves gathered."""
+    run.model.eval()
+    total = torch.zeros((), dtype=torch.float64, device=run.runtime.device)
+    for _ in range(2):
+        total += eval_step(run, window.micro_batches[0])
+    run.model.train()
+    run.sharding.reshard_all()
+
+
+def _save(run: Run, trace: MemoryTrace) -> None:
+    """Copy what a checkpoint holds to the host, and gather what the exported folder holds, a file at a time."""
+    trace.enter("save")
+    config, copies = run.config, []
+    for tensor in training_tensors(run.model, run.optimizer).values():
+        copies.append((tensor.to_local() if isinstance(tensor, DTensor) else tensor).to("cpu", copy=True))
+        if not config.checkpoint.async_save:
+            copies.clear()  # written before the next one is copied
+    if not config.export.at_end:
+        return
+    copies.clear()
+    weights = exported_weights(run.model)
+    dtypes = exported_dtypes(run.model, weights, resolve_dtype(config.export.dtype, run.hf_config, run.model))
+    files = plan_files(plan_export(run.model, weights, dtypes), max_bytes=MAX_FILE_BYTES)
+    for groups in files.values():
+        kept = [gather_weights(weights, group.names, dtypes=dtypes, keep=run.runtime.is_main) for group in groups]
+        del kept

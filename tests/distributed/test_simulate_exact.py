@@ -1,0 +1,89 @@
+"""The simulator against real ranks: the same live bytes, to the byte, in every phase and for every technique."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import architectures, live_phases, models, training_runs
+from tests.ranks import run_ranks
+
+Folder = Callable[[str], str]
+
+FULL = {"mode": "full"}
+# model and what differs from the plain settings: fp32, stage 3, chunked loss, fused AdamW, two micro-batches of one
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "stage0": ("llama", {"sharding": {"zero_stage": 0}}),
+    "stage1-bf16-accumulation": (
+        "qwen3",
+        {"sharding": {"zero_stage": 1}, "precision": "bf16", "batch": {"global_batch_size": 12, "micro_batch_size": 2}},
+    ),
+    "stage2-bf16-tied-full": (
+        "llama_tied",
+        {"sharding": {"zero_stage": 2}, "precision": "bf16", "activation_checkpointing": FULL},
+    ),
+    "stage3": ("llama", {}),
+    "stage3-packed-bf16-full": (
+        "qwen3_tied",
+        {"data": {"packing": True}, "precision": "bf16", "activation_checkpointing": FULL},
+    ),
+    "packed-plain-foreach": (
+        "llama",
+        {"data": {"packing": True}, "loss": {"kind": "plain"}, "optim": {"implementation": "foreach"}},
+    ),
+    "every-2-plain": (
+        "llama",
+        {"activation_checkpointing": {"mode": "every_n_layers", "every_n": 2}, "loss": {"kind": "plain"}},
+    ),
+    "fp16": ("qwen3", {"precision": "fp16", "loss": {"chunk_tokens": 7}}),
+    "offload-bf16": ("llama", {"sharding": {"offload": "params"}, "precision": "bf16"}),
+    "offload-stage1-foreach": (
+        "llama",
+        {
+            "sharding": {"zero_stage": 1, "offload": "params"},
+            "optim": {"implementation": "foreach", "max_grad_norm": None},
+        },
+    ),
+    "gpt2-dropout-full": ("gpt2_dropout", {"activation_checkpointing": FULL}),
+    "gemma2-eager-softcap": ("gemma2", {"precision": "bf16"}),
+    "gemma3-windows-packed": ("gemma3", {"data": {"packing": True}, "precision": "bf16"}),
+    "reduce-bf16-frozen": (
+        "llama",
+        {"sharding": {"reduce_dtype": "bf16"}, "precision": "bf16", "model": {"freeze": ["model.layers.0"]}},
+    ),
+    "moe": ("mixtral", {"precision": "bf16"}),
+    "moe-router": ("qwen3_moe_router", {"activation_checkpointing": FULL}),
+}
+# On four ranks: two copies of two shards, and backward gathers within pairs.
+FOUR_RANKS = {
+    "hybrid": ("llama", {"sharding": {"replicate": 2}, "batch": {"global_batch_size": 24, "micro_batch_size": 2}}),
+    "reshard2": ("llama", {"sharding": {"reshard_after_forward": 2}, "precision": "bf16"}),
+}
+
+
+def folder_of(kind: str, model_folder: Folder, tmp_path: Path) -> str:
+    if kind in models.KINDS:
+        return model_folder(kind)
+    return run_ranks(architectures.save_architecture, 1, kind, str(tmp_path / kind))[0]
+
+
+@pytest.mark.parametrize("case", [*CASES, *FOUR_RANKS])
+def test_live_bytes_are_those_of_real_ranks(case: str, model_folder: Folder, tmp_path: Path) -> None:
+    kind, sections = (CASES | FOUR_RANKS)[case]
+    world = 4 if case in FOUR_RANKS else 2
+    batch = {"global_batch_size": 4 * world // 2, "micro_batch_size": 2}
+    sections = {"batch": batch, "eval": {"at_end": True}, **sections}
+    settings = training_runs.settings(folder_of(kind, model_folder, tmp_path), "unused.jsonl", tmp_path, **sections)
+    settings["data"]["eval"] = "unused.jsonl"
+    documents = iter(models.make_records(200, seed=3, shortest=12, longest=16)[1])
+    per_row = 2 if settings["data"]["packing"] else 1
+    rows = settings["batch"]["global_batch_size"]
+    steps = [[[next(documents) for _ in range(per_row)] for _ in range(rows)] for _ in range(2)]
+    real = run_ranks(live_phases.measure, world, settings, steps)
+    for rank in (0, world - 1):
+        fake = run_ranks(live_phases.simulated, 1, settings, steps, world, rank)[0]
+        assert {name: fake["phases"][name] for name in real[rank]} == real[rank]
+        assert sum(fake["breakdown"].values()) == max(fake["phases"].values())

@@ -1,0 +1,98 @@
+"""Measure the live tensor bytes of a real run on the ranks of a test, phase by phase; the other side of a simulation.
+
+It rests on the tracer of the benchmarks, not on the simulator's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tests import models, step_runs
+
+
+def measure(run_settings: dict[str, Any], steps: Sequence[Sequence[Any]]) -> dict[str, int]:
+    """Build the run, take a step over each of `steps` (rows of documents), evaluate; return each phase's peak bytes."""
+    import gc
+
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    from benchmarks.live_bytes import LiveBytes
+    from fsdp_trainer.memory.ledger import PHASES
+    from fsdp_trainer.memory.traced_run import tensors_of
+    from fsdp_trainer.step import eval_step, train_step
+
+    class LivePhases(LiveBytes):
+        """Peaks by phase; the phases are the labels that a step gives its parts."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.phase = "load"
+            self.peaks: dict[str, int] = {}
+
+        def count(self, tensor: torch.Tensor) -> None:
+            # DTensor finds shapes on fakes; a collective's result is wrapped in a tensor without memory of its own.
+            if not isinstance(tensor, FakeTensor | AsyncCollectiveTensor):
+                super().count(tensor)
+
+        def _resize(self, key: int, size: int) -> None:
+            super()._resize(key, size)
+            self.note()
+
+        def note(self) -> None:
+            self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.current)
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func._schema.name == "profiler::_record_function_enter_new" and args[0] in PHASES:
+                self.phase = args[0]
+                self.note()
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    run = step_runs.build(run_settings)
+    windows = [step_runs.window_of(run, documents) for documents in steps]
+    gc.collect()
+    live = LivePhases()
+    for tensor in [*run.model.parameters(), *run.model.buffers()]:
+        live.count(tensor)
+    for window in windows:
+        for tensor in tensors_of(window):
+            live.count(tensor)
+    with live:
+        for window in windows:
+            train_step(run, window, learning_rate=1e-3)
+        run.model.eval()
+        total = torch.zeros((), dtype=torch.float64)
+        for _ in range(2):
+            total += eval_step(run, windows[-1].micro_batches[0])
+        run.model.train()
+        run.sharding.reshard_all()
+    return live.peaks
+
+
+def simulated(run_settings: dict[str, Any], steps: Sequence[Sequence[Any]], world: int, rank: int) -> dict[str, Any]:
+    """Simulate the same rank on CPU; return each phase's peak bytes and the categories at the peak."""
+    from fsdp_trainer.config import Config
+    from fsdp_trainer.data.loader import build_window
+    from fsdp_trainer.memory.traced_run import trace_run
+
+    config = Config.from_dict(run_settings)
+    windows = [
+        build_window(
+            step_runs.make_rows(documents),
+            step=0,
+            global_batch_size=config.batch.global_batch_size,
+            micro_batch_size=config.batch.micro_batch_size,
+            rank=rank,
+            world_size=world,
+            seed=0,
+            shuffle=False,
+            seq_len=config.data.seq_len,
+            packing=config.data.packing,
+            pad_token_id=models.PAD,
+        )
+        for documents in steps
+    ]
+    device = trace_run(config, world_size=world, compute_capability=None, windows=windows, rank=rank).device
+    return {"phases": device.phases, "breakdown": device.breakdown(), "events": len(device.events)}
