@@ -36,12 +36,13 @@ PARTS = {
     "memory.postmortem": "measure",
     "memory.simulate": "simulate",
     "memory.allocator": "simulate",
-    "memory.ledger": "simulate",
+    "memory.ledger": "facts",
     "memory.trace": "simulate",
     "memory.traced_run": "simulate",
     "memory.cuda_kernels": "simulate",
     "memory.roofline": "simulate",
     "memory.extrapolate": "simulate",
+    "memory.quick": "simulate",
     "memory.estimate": "facts",
     "memory.hardware": "facts",
     "memory": "facts",
@@ -113,6 +114,7 @@ WITHOUT_TORCH = (
     "__main__",
 )
 WITHOUT_TORCH += ("run_lock", "data", "data.sources", "data.formats", "memory", "memory.hardware", "memory.estimate")
+WITHOUT_TORCH += ("memory.ledger", "memory.host", "memory.quick", "report")
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "bitsandbytes", "torchao"}
 MAY_PRINT = ("cli", "progress", "report", "demo")
 # simulated.py is the simulated part of the runtime: what it changes, it undoes on exit.

@@ -20,18 +20,8 @@ from fsdp_trainer.memory.estimate_model import (
     count_positions,
     layer_activation_bytes,
 )
+from fsdp_trainer.memory.ledger import CATEGORIES
 
-CATEGORIES = (
-    "parameters",
-    "gradients",
-    "optimizer_state",
-    "activations",
-    "unsharded_parameters",
-    "unsharded_gradients",
-    "communication_buffers",
-    "temporaries",
-    "buffers",
-)
 Timeline = list[tuple[int, str, dict[str, int]]]
 
 

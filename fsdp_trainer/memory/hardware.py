@@ -57,7 +57,7 @@ class Hardware:
     @property
     def outside_bytes(self) -> int:
         """What of `usable_bytes` torch's allocator cannot have: the context, and NCCL's buffers with several GPUs."""
-        found = _overheads(self.capability)
+        found = read_overheads(self.capability)
         return found["context"] + (found["distributed"] if self.count > 1 else 0)
 
     def __str__(self) -> str:
@@ -222,8 +222,8 @@ def _catalogue() -> tuple[_Card, ...]:
         return tuple(_read_card(row) for row in csv.DictReader(file))
 
 
-def _overheads(capability: float) -> dict[str, int]:
-    """Bytes by name of overheads.csv for a GPU of this capability; the sources stand there."""
+def read_overheads(capability: float) -> dict[str, int]:
+    """Return bytes by name of overheads.csv for a GPU of this compute capability; the sources stand there."""
     with Path(__file__).with_name("overheads.csv").open(encoding="utf-8", newline="") as file:
         return {
             row["name"]: round(float(row["mib"]) * 2**20)

@@ -7,9 +7,7 @@ torch here.
 from dataclasses import dataclass
 
 MIB, GIB = 2**20, 2**30
-# Resident size of a process with everything imported, and of one that tokenises: 714 and 541 MiB, measured on Linux
-# with torch 2.15 and Transformers 5.24 without a GPU. What CUDA's driver takes on the host comes on top: not measured.
-PROCESS_BYTES = 714 * MIB
+# Resident size of a process that tokenises, measured on Linux with Transformers 5.24.
 WORKER_BYTES = 541 * MIB
 # weight_files.py: a block is read at once, and mapped pages stay resident until the file is opened anew.
 LOADING_BYTES = 64 * MIB + 128 * MIB
@@ -35,6 +33,7 @@ class HostMemory:
 def estimate_host(
     parameters: int,
     *,
+    process_bytes: int,
     gpus_per_node: int,
     shards: int,
     offload_params: bool = False,
@@ -48,11 +47,12 @@ def estimate_host(
 ) -> HostMemory:
     """Return what a node's RAM must hold; `shards` is the number of ranks one copy of the weights is spread over.
 
+    `process_bytes` is what one process takes with everything imported (overheads.csv, without the driver's part).
     With `offload_params` weights, gradients (both pinned) and optimizer state stand on the host. An asynchronous save
     keeps one pinned copy of weights and state from its first time on; a synchronous one copies a tensor at a time.
     `random_init` builds the whole model in fp32 in every process, for tests.
     """
-    processes = gpus_per_node * PROCESS_BYTES
+    processes = gpus_per_node * process_bytes
     weights = 4 * parameters // shards
     state = round(optimizer_bytes * parameters) // shards
     offloaded = gpus_per_node * (2 * weights + state) if offload_params else 0

@@ -3,6 +3,7 @@
 What has no closed form is null: what the allocator reserves, the smallest capacity it survives in, and time.
 """
 
+from dataclasses import asdict, replace
 from typing import Any
 
 from fsdp_trainer.config import Config
@@ -10,8 +11,9 @@ from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.memory.estimate import GIB, RECIPES
 from fsdp_trainer.memory.estimate_model import Attention, ModelShape, count_parameters, read_model_shape
 from fsdp_trainer.memory.estimate_step import StepSettings, Timeline, estimate_step, find_peak, phase_peaks
-from fsdp_trainer.memory.hardware import Hardware
-from fsdp_trainer.memory.host import estimate_host
+from fsdp_trainer.memory.hardware import Hardware, read_overheads
+from fsdp_trainer.memory.host import HostMemory, estimate_host
+from fsdp_trainer.memory.ledger import PHASES
 from fsdp_trainer.units import format_bytes, format_count
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -21,7 +23,9 @@ ALLOCATOR_MARGIN = 1.16
 
 
 def simulate_quick(config: Config, hardware: Hardware) -> dict[str, Any]:
-    """Return the memory of a run by the keys of the full simulation, sizes in GiB a GPU (`host_gib`: a node).
+    """Return the memory of a run by the keys of the full simulation, sizes in GiB of a GPU and its process.
+
+    On top of those keys: `estimate`, `gpus`, `parameters`, `peak_phase`, and `host_node_gib`, a node's RAM by phase.
 
     `fits` is true or false where that is sure, null where only the full simulation can tell. Raises ConfigError for
     what the closed form does not know and for settings that do not divide over the GPUs.
@@ -29,27 +33,16 @@ def simulate_quick(config: Config, hardware: Hardware) -> dict[str, Any]:
     shape, settings = _read(config, hardware)
     timeline = estimate_step(shape, settings)
     _, phase, alive = find_peak(timeline)
-    allocated = sum(alive.values())
+    allocated, peaks = sum(alive.values()), phase_peaks(timeline)
     limit = hardware.usable_bytes - hardware.outside_bytes
-    host = estimate_host(
-        count_parameters(shape),
-        gpus_per_node=hardware.gpus_per_node,
-        shards=settings.shards,
-        offload_params=settings.offload_params,
-        random_init=config.model.init == "random",
-        async_save=config.checkpoint.async_save,
-        data_workers=config.data.workers,
-        exports=config.export.at_end,
-        export_bytes=settings.export_bytes,
-        largest_tensor=shape.vocab * shape.hidden,
-    )
+    host = _host(config, hardware, shape, settings)
     fits = False if allocated > limit else True if allocated * ALLOCATOR_MARGIN <= limit else None
     return {
         "allocated_gib": _gib(allocated),
         "reserved_gib": None,
         "min_capacity_gib": None,
-        "host_gib": _gib(host.peak),
-        "phases": {name: _gib(size) for name, size in phase_peaks(timeline).items()},
+        "host_gib": _gib(_host(config, replace(hardware, gpus_per_node=1), shape, settings).peak),
+        "phases": {name: _gib(peaks[name]) if name in peaks else None for name in PHASES},
         "breakdown": {name: _gib(size) for name, size in alive.items()},
         "step_seconds": None,
         "tokens_per_second_per_gpu": None,
@@ -60,6 +53,7 @@ def simulate_quick(config: Config, hardware: Hardware) -> dict[str, Any]:
         "gpus": str(hardware),
         "parameters": count_parameters(shape),
         "peak_phase": phase,
+        "host_node_gib": {name: _gib(size) for name, size in asdict(host).items()},
     }
 
 
@@ -76,13 +70,16 @@ def format_quick(result: dict[str, Any]) -> str:
         "(closed form, an estimate)",
         f"allocated {result['allocated_gib']:.2f} GiB a GPU at the peak, in {result['peak_phase']}; "
         f"{result['limit']:.2f} GiB can be: {verdict[result['fits']]}",
-        "phases: " + ", ".join(f"{name} {size:.2f}" for name, size in result["phases"].items()) + " GiB",
+        "phases: "
+        + ", ".join(f"{name} {size:.2f}" for name, size in result["phases"].items() if size is not None)
+        + " GiB",
         "at the peak: "
         + ", ".join(
             f"{name.replace('_', ' ')} {size:.2f}" for name, size in result["breakdown"].items() if size >= 0.005
         )
         + " GiB",
-        f"host: {format_bytes(result['host_gib'] * GIB)} a node",
+        "host, a node: "
+        + ", ".join(f"{name} {format_bytes(size * GIB)}" for name, size in result["host_node_gib"].items()),
     ]
     return "\n".join(lines)
 
@@ -127,6 +124,22 @@ def _read(config: Config, hardware: Hardware) -> tuple[ModelShape, StepSettings]
         )
     shape = read_model_shape(config.model.path)
     return shape, step_settings(config, shape, ranks=hardware.count, capability=hardware.capability)
+
+
+def _host(config: Config, hardware: Hardware, shape: ModelShape, settings: StepSettings) -> HostMemory:
+    return estimate_host(
+        count_parameters(shape),
+        process_bytes=read_overheads(hardware.capability)["process"],
+        gpus_per_node=hardware.gpus_per_node,
+        shards=settings.shards,
+        offload_params=settings.offload_params,
+        random_init=config.model.init == "random",
+        async_save=config.checkpoint.async_save,
+        data_workers=config.data.workers,
+        exports=config.export.at_end,
+        export_bytes=settings.export_bytes,
+        largest_tensor=shape.vocab * shape.hidden,
+    )
 
 
 def _attention(config: Config, shape: ModelShape, *, capability: float) -> Attention:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
-from fsdp_trainer.memory.host import GIB, PROCESS_BYTES, WORKER_BYTES, estimate_host
+from fsdp_trainer.memory.hardware import read_overheads
+from fsdp_trainer.memory.host import GIB, WORKER_BYTES, HostMemory
+from fsdp_trainer.memory.host import estimate_host as _estimate_host
 
 PARAMETERS = 8 * 10**9
+PROCESS_BYTES = read_overheads(9.0)["process"]
+
+
+def estimate_host(parameters: int, **sizes: Any) -> HostMemory:
+    return _estimate_host(parameters, process_bytes=PROCESS_BYTES, **sizes)
 
 
 def test_offloaded_state_is_sixteen_bytes_over_all_ranks() -> None:
