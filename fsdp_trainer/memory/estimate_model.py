@@ -6,7 +6,7 @@ Transformers' modeling files (5.17 to 5.24) run eagerly under bf16 with torch's 
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,42 +46,46 @@ class Family:
     shared_input: bool = False  # both norms have the same input, kept once
 
 
-_PLAIN = {"qkv_bias": False, "out_bias": False, "mlp_bias": False}
-_GPT = {"norm": "layer", "norm_bias": True, "qkv_bias": True, "out_bias": True, "mlp_bias": True, "gated": False}
+_PLAIN = Family(qkv_bias=False, out_bias=False, mlp_bias=False)
+_GPT = Family(norm="layer", norm_bias=True, qkv_bias=True, out_bias=True, mlp_bias=True, gated=False, grouped=False)
+_GEMMA = Family(norm="gemma", mlp_bias=False, tied=True, head_dim=256, activation="gelu_pytorch_tanh")
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
-    "mistral": Family(**_PLAIN),
-    "mixtral": Family(**_PLAIN, expert_ffn="intermediate_size"),
-    "qwen2": Family(**(_PLAIN | {"qkv_bias": True})),
-    "qwen2_moe": Family(**(_PLAIN | {"qkv_bias": "qkv_bias"})),
+    "mistral": _PLAIN,
+    "mixtral": replace(_PLAIN, expert_ffn="intermediate_size"),
+    "qwen2": replace(_PLAIN, qkv_bias=True),
+    "qwen2_moe": replace(_PLAIN, qkv_bias="qkv_bias"),
     "qwen3": Family(mlp_bias=False, qk_norm="head", head_dim=128),
     "qwen3_moe": Family(mlp_bias=False, qk_norm="head"),
-    "phi3": Family(**_PLAIN, copies_output=True, fused_qkv=True),
+    "phi3": replace(_PLAIN, copies_output=True, fused_qkv=True),
     "olmo2": Family(norm="olmo", normed_inputs=0, mlp_bias=False, qk_norm="all"),
     "smollm3": Family(tied=True),
     "granite": Family(),
-    "gemma": Family(norm="gemma", mlp_bias=False, tied=True, head_dim=256, activation="gelu_pytorch_tanh"),
-    "gemma2": Family(norm="gemma", norms=4, mlp_bias=False, tied=True, head_dim=256, activation="gelu_pytorch_tanh"),
-    "gemma3_text": Family(
-        norm="gemma", norms=4, mlp_bias=False, qk_norm="head", tied=True, head_dim=256, activation="gelu_pytorch_tanh"
-    ),
+    "gemma": _GEMMA,
+    "gemma2": replace(_GEMMA, norms=4),
+    "gemma3_text": replace(_GEMMA, norms=4, qk_norm="head"),
     "cohere": Family(norm="cohere", norms=1, normed_inputs=1, mlp_bias=False, tied=True),
-    "starcoder2": Family(
-        **(_GPT | {"qkv_bias": "use_bias", "out_bias": "use_bias", "mlp_bias": "use_bias"}), tied=True
+    "starcoder2": replace(
+        _GPT,
+        qkv_bias="use_bias",
+        out_bias="use_bias",
+        mlp_bias="use_bias",
+        tied=True,
+        grouped=True,
+        activation="gelu_pytorch_tanh",
     ),
-    "stablelm": Family(
-        norm="layer", norm_bias=True, qkv_bias="use_qkv_bias", out_bias=False, mlp_bias=False, copies_output=True
-    ),
-    "gpt_neox": Family(
-        **(_GPT | {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}),
-        grouped=False,
+    "stablelm": replace(_PLAIN, norm="layer", norm_bias=True, qkv_bias="use_qkv_bias", copies_output=True),
+    "gpt_neox": replace(
+        _GPT,
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
         activation="gelu",
         copies_output=True,
         fused_qkv=True,
         shared_input=True,
     ),
-    "gpt2": Family(**_GPT, learned_positions=0, tied=True, ffn="n_inner", grouped=False, activation="gelu_new"),
-    "opt": Family(**_GPT, learned_positions=2, tied=True, ffn="ffn_dim", grouped=False, activation="relu"),
+    "gpt2": replace(_GPT, learned_positions=0, tied=True, ffn="n_inner", activation="gelu_new"),
+    "opt": replace(_GPT, learned_positions=2, tied=True, ffn="ffn_dim", activation="relu"),
 }
 # Keys whose default is not False where config.json is silent.
 _TRUE_BY_DEFAULT = {("gpt_neox", "attention_bias"), ("starcoder2", "use_bias"), ("qwen2_moe", "qkv_bias")}

@@ -17,8 +17,8 @@ from fsdp_trainer.memory.ledger import CATEGORIES
 GIB = 2**30
 # From what stays (bottom) to what comes and goes; a letter for terminals without colour. Okabe and Ito's colours,
 # which people who do not see red and green apart can tell.
-LETTERS = dict(zip(CATEGORIES, "PGOAUDCTB", strict=True))
-COLOURS = dict(
+LETTERS: dict[str, str] = dict(zip(CATEGORIES, "PGOAUDCTB", strict=True))
+COLOURS: dict[str, str] = dict(
     zip(
         CATEGORIES,
         ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00", "#cc79a7", "#f0e442", "#999999", "#000000"),
@@ -27,7 +27,7 @@ COLOURS = dict(
 )
 Moment = tuple[int, str, Mapping[str, int]]
 ORDER = ("parameters", "optimizer_state", "gradients", "buffers", "activations", "unsharded_parameters")
-STACK = (*ORDER, *(category for category in CATEGORIES if category not in ORDER))
+STACK: tuple[str, ...] = (*ORDER, *(category for category in CATEGORIES if category not in ORDER))
 
 
 def draw_memory(
