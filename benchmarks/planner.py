@@ -1,7 +1,7 @@
 """Predict what others published: memory of every row of points.csv that this trainer's settings can express.
 
 `python -m benchmarks.planner` computes the closed form anew and writes PLANNER.md and planner.json; `--full` also runs
-the full simulation for rows that planner.json has none of (minutes for 70B). Which row stands for which settings, and
+the full simulation for rows that planner.json has none of, or for those named. Which row stands for which settings, and
 why a row is left out, is data: planner_rows.yaml. Nothing here is fitted to a row.
 """
 
@@ -260,17 +260,20 @@ MISSES = ""
 def main() -> None:
     """Compute, write planner.json and PLANNER.md."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--full", action="store_true", help="run the full simulation where planner.json has none")
+    parser.add_argument(
+        "--full", nargs="*", metavar="ID", help="run the full simulation: of all rows that lack it, or of these"
+    )
     arguments = parser.parse_args()
     results: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     rows = read_rows()
     for row in rows:
         results[row.id] = {"full": None, **results.get(row.id, {}), "closed_form": predict_closed_form(row)}
-    for row in sorted(rows, key=lambda row: read_model_shape(model_path(row)).layers):
-        if arguments.full and not row.pure and results[row.id]["full"] is None:
-            results[row.id]["full"] = predict_in_full(row)
-            print(row.id, results[row.id], flush=True)
-            RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    lacking = [row.id for row in rows if not row.pure and results[row.id]["full"] is None]
+    by_id = {row.id: row for row in rows}
+    for name in [] if arguments.full is None else arguments.full or lacking:
+        results[name]["full"] = predict_in_full(by_id[name])
+        print(name, results[name], flush=True)
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     RESULTS.write_text(json.dumps({row.id: results[row.id] for row in rows}, indent=1) + "\n", encoding="utf-8")
     TABLE.write_text(format_table(results), encoding="utf-8")
 

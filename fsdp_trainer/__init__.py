@@ -8,12 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fsdp_trainer.config import Config
+    from fsdp_trainer.memory.simulate import simulate
     from fsdp_trainer.training import finetune
 
 __version__ = "0.1.0"
-__all__ = ["Config", "__version__", "finetune"]
+__all__ = ["Config", "__version__", "finetune", "simulate"]
 
-_HOMES = {"Config": "fsdp_trainer.config", "finetune": "fsdp_trainer.training"}
+_HOMES = {
+    "Config": "fsdp_trainer.config",
+    "finetune": "fsdp_trainer.training",
+    "simulate": "fsdp_trainer.memory.simulate",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -100,6 +100,8 @@ def simulate(
     """Say what a run would take on GPUs you name, by running it on fake tensors: needs a config.json and no GPU."""
     flags = ("--config", "--gpus", "--json", "--expandable-segments", "--quick", "--picture")
     check_command_flags(context.args, root=Config, flags=flags)
+    if as_json and picture == "-":
+        raise ConfigError("JSON and a picture do not go together.", values="--json --picture -", fix="name a file")
     settings = Config.load(config, list(context.args))
     from fsdp_trainer.memory.hardware import parse_gpus
 
@@ -107,8 +109,16 @@ def simulate(
     settings.check_world(hardware.count)
     result, text, timeline = (_quick if quick else _simulate)(settings, hardware, expandable, picture is not None)
     print(json.dumps(result, indent=2) if as_json else text)
-    if picture is not None:
-        _draw(timeline, picture, title=f"{settings.model.path} on {hardware}", limit_gib=result["limit"])
+    if picture == "-":
+        from fsdp_trainer.report.memory_picture import format_memory
+
+        log_line(format_memory(timeline))
+    elif picture is not None:
+        from fsdp_trainer.report.memory_picture import draw_memory
+
+        title = f"{settings.model.path} on {hardware}"
+        path = draw_memory(timeline, picture, title=title, limit_bytes=result["limit"] * 2**30)
+        log_line(f"picture: {path}", is_main=not as_json)
 
 
 def _quick(settings: Config, hardware: Any, expandable: bool, with_timeline: bool) -> tuple[dict[str, Any], str, Any]:
@@ -136,15 +146,6 @@ def _simulate(
     result = found.to_json()
     timeline = found.ledger.timeline if found.ledger is not None else None
     return result, format_simulation(result, gpus=str(hardware)), timeline
-
-
-def _draw(timeline: Any, picture: str, *, title: str, limit_gib: float) -> None:
-    from fsdp_trainer.report.memory_picture import draw_memory, format_memory
-
-    if picture == "-":
-        log_line(format_memory(timeline))
-    else:
-        log_line(f"picture: {draw_memory(timeline, picture, title=title, limit_bytes=limit_gib * 2**30)}")
 
 
 @app.command()

@@ -14,10 +14,12 @@ from tests import models, step_runs
 def measure(run_settings: dict[str, Any], steps: Sequence[Sequence[Any]]) -> dict[str, int]:
     """Build the run, take a step over each of `steps` (rows of documents), evaluate; return each phase's peak bytes."""
     import gc
+    import time
 
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.utils._pytree import tree_leaves
 
     from benchmarks.live_bytes import LiveBytes
     from fsdp_trainer.memory.ledger import PHASES
@@ -31,6 +33,7 @@ def measure(run_settings: dict[str, Any], steps: Sequence[Sequence[Any]]) -> dic
             super().__init__()
             self.phase = "load"
             self.peaks: dict[str, int] = {}
+            self.sent: list[tuple[torch.Tensor, int]] = []
 
         def count(self, tensor: torch.Tensor) -> None:
             # DTensor finds shapes on fakes; a collective's result is wrapped in a tensor without memory of its own.
@@ -44,7 +47,18 @@ def measure(run_settings: dict[str, Any], steps: Sequence[Sequence[Any]]) -> dic
         def note(self) -> None:
             self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.current)
 
+        def settle(self) -> None:
+            """Wait until gloo's threads have let go of what the last collective was given: a race, not memory used."""
+            deadline = time.monotonic() + 0.02
+            while any(tensor._use_count() > count for tensor, count in self.sent) and time.monotonic() < deadline:
+                time.sleep(0.0005)
+            self.sent = []
+
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.settle()
+            if "c10d" in func._schema.name:
+                tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+                self.sent = [(tensor, tensor._use_count()) for tensor in tensors]
             if func._schema.name == "profiler::_record_function_enter_new" and args[0] in PHASES:
                 self.phase = args[0]
                 self.note()
@@ -69,6 +83,25 @@ def measure(run_settings: dict[str, Any], steps: Sequence[Sequence[Any]]) -> dic
         run.model.train()
         run.sharding.reshard_all()
     return live.peaks
+
+
+def measure_all(cases: dict[str, tuple[dict[str, Any], Any]]) -> dict[str, Any]:
+    """Measure several runs in one group of ranks; a run that fails gives its traceback."""
+    return {name: _caught(measure, *case) for name, case in cases.items()}
+
+
+def simulate_all(cases: dict[str, tuple[dict[str, Any], Any]], world: int, rank: int) -> dict[str, Any]:
+    """Simulate one rank of several runs in one process; a run that fails gives its traceback."""
+    return {name: _caught(simulated, *case, world, rank) for name, case in cases.items()}
+
+
+def _caught(function: Any, *args: Any) -> Any:
+    import traceback
+
+    try:
+        return function(*args)
+    except Exception:
+        return traceback.format_exc()
 
 
 def simulated(run_settings: dict[str, Any], steps: Sequence[Sequence[Any]], world: int, rank: int) -> dict[str, Any]:

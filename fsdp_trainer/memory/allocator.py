@@ -64,9 +64,7 @@ class _Pool:
             bisect.insort(self.unmapped, ((block.segment, block.address), block), key=lambda entry: entry[0])
 
     def remove(self, block: _Block) -> None:
-        entries, key = (
-            (self.free, block.key) if block.mapped else (self.unmapped, (block.segment, block.address))
-        )
+        entries, key = (self.free, block.key) if block.mapped else (self.unmapped, (block.segment, block.address))
         index = bisect.bisect_left(entries, key, key=lambda entry: entry[0])  # type: ignore[arg-type]
         assert entries[index][1] is block
         entries.pop(index)
@@ -242,9 +240,7 @@ def _merge(block: _Block) -> _Block:
     return block
 
 
-def replay(
-    events: Iterable[tuple[int, int, int]], *, expandable: bool = False, capacity: int | None = None
-) -> Replay:
+def replay(events: Iterable[tuple[int, int, int]], *, expandable: bool = False, capacity: int | None = None) -> Replay:
     """Run (allocation, bytes, stream) events, negative bytes for a release; raises OutOfMemory under a capacity."""
     allocator = Allocator(expandable=expandable, capacity=capacity)
     blocks: dict[int, _Block] = {}

@@ -38,10 +38,10 @@ def attention_backend(
     grouped = key.shape[1] != query.shape[1]
     half = query.dtype in _HALF
     same_head = key.shape[-1] == value.shape[-1] == head
-    narrow_backward = compute_capability in (8.6, 8.9) or compute_capability >= 12.0
-    if compute_capability >= 8.0 and half and not masked and same_head and head <= 256:
-        if not (narrow_backward and 192 < head <= 224):
-            return "flash"
+    # Too little shared memory for the backward of such heads on the small chips of a generation.
+    too_wide = 192 < head <= 224 and (compute_capability in (8.6, 8.9) or compute_capability >= 12.0)
+    if compute_capability >= 8.0 and half and not masked and same_head and head <= 256 and not too_wide:
+        return "flash"
     known_dtype = query.dtype in (torch.float16, torch.float32) or (half and compute_capability >= 8.0)
     alignment = 8 if half and compute_capability >= 7.5 else 4
     if known_dtype and not grouped and head % alignment == 0 and value.shape[-1] % alignment == 0:
@@ -124,7 +124,7 @@ def backward_workspaces(name: str, args: Any) -> list[int]:
 
 
 def _flash_backward(args: Any) -> list[int]:
-    """mha_bwd of flash_api.cpp (flash-attention 2, vendored in torch): softmax_d and dq_accum in fp32; dk, dv by head."""
+    """mha_bwd of flash_api.cpp (flash-attention 2, which torch has): softmax_d, dq_accum in fp32; dk, dv by head."""
     query, key = args[1], args[2]
     batch, heads, length, head = query.shape
     rounded = _round_up(length, 128)

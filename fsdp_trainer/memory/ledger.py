@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-PHASES = ("load", "forward", "backward", "clip", "step", "evaluate", "save")
-CATEGORIES = (
+PHASES: tuple[str, ...] = ("load", "forward", "backward", "clip", "step", "evaluate", "save")
+CATEGORIES: tuple[str, ...] = (
     "parameters",
     "gradients",
     "optimizer_state",

@@ -84,6 +84,7 @@ def simulate(config: Config, hardware: Hardware, *, expandable_segments: bool = 
     trained, and for a technique whose memory is not known here.
     """
     check_known(config)
+    _check_precision(config.precision, hardware)
     capability = capability_of(hardware)
     trace = trace_run(config, world_size=hardware.count, compute_capability=capability)
     return summarize(trace, config, hardware, expandable_segments=expandable_segments)
@@ -102,6 +103,15 @@ def check_known(config: Config) -> None:
                 values=f"{path}: {value}",
                 fix=f"simulate with one of {sorted(map(str, values))}",
             )
+
+
+def _check_precision(precision: str, hardware: Hardware) -> None:
+    if precision.startswith("bf16") and not hardware.bf16_flops:
+        raise ConfigError(
+            "This GPU has no bf16 arithmetic; it would be emulated and slow.",
+            values=f"precision: {precision} on {hardware.name}",
+            fix="set `precision: fp16`",
+        )
 
 
 def capability_of(hardware: Hardware) -> float:

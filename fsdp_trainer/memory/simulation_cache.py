@@ -34,7 +34,8 @@ def simulate_cached(
     path = (folder or cache_folder()) / f"{content_key(config, hardware, expandable_segments)}.json"
     found = _read(path)
     if found is not None:
-        return Simulation(**(found | {"config": config.to_dict()}))
+        found["config"] = config.to_dict()
+        return Simulation(**found)
     made = simulate(config, hardware, expandable_segments=expandable_segments)
     values = {name: value for name, value in vars(made).items() if name not in ("ledger", "config")}
     _write(path, values)

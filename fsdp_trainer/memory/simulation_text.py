@@ -20,6 +20,7 @@ def format_simulation(result: Mapping[str, Any], *, gpus: str) -> str:
     lines += [f"  {phase:24}{size:8.2f} GiB" for phase, size in result["phases"].items() if size is not None]
     if result["step_seconds"] is not None:
         lines.append(
-            f"a step: {result['step_seconds']:.2f} s predicted, {result['tokens_per_second_per_gpu']:,.0f} tokens/s a GPU"
+            f"a step: {result['step_seconds']:.2f} s predicted, "
+            f"{result['tokens_per_second_per_gpu']:,.0f} tokens/s a GPU"
         )
     return "\n".join(lines)

@@ -64,7 +64,7 @@ class MemoryTrace(TorchDispatchMode):
         self._device = device.type
         self._as_cuda = workspace is not None
         # cuBLAS keeps one for each thread and stream: the forward runs in this thread, the backward in autograd's.
-        self._workspaces = dict.fromkeys(("forward", "backward"), workspace or 0)
+        self._workspaces: dict[str, int] = dict.fromkeys(("forward", "backward"), workspace or 0)
         self._device_module = getattr(torch, device.type)
         self._places = {"device": _Place(), "host": _Place()}
         self._watched: dict[int, tuple[Any, _Place]] = {}
@@ -179,7 +179,7 @@ class MemoryTrace(TorchDispatchMode):
     def _see(self, tensor: torch.Tensor, category: str | None = None) -> None:
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor
-        if not isinstance(tensor, FakeTensor):
+        if not isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
             return
         storage = tensor.untyped_storage()
         key = storage._cdata

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -60,8 +61,11 @@ def trace_run(
     """
     on_gpu = compute_capability is not None
     workspace = find_overheads(compute_capability).cublas_workspace if on_gpu else None
-    with simulated_runtime(world_size=world_size, rank=rank, device=DEVICE if on_gpu else "cpu") as runtime:
+    device = DEVICE if on_gpu else "cpu"
+    with warnings.catch_warnings(), simulated_runtime(world_size=world_size, rank=rank, device=device) as runtime:
         trace = MemoryTrace(runtime.device, workspace=workspace)
+        # Accelerate's prepare looks at data pointers; `_prepare` in run.py does not let it act on them.
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         with _kernels_of(compute_capability), trace:
             run = build_run(config, runtime)
             trace.mark(run.model.parameters(), "parameters")

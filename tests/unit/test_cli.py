@@ -51,7 +51,7 @@ def test_help_answers_quickly() -> None:
         result = command("--help")
         seconds.append(time.monotonic() - started)
         assert result.returncode == 0
-        for name in ("train", "export", "schema"):
+        for name in ("train", "export", "simulate", "schema"):
             assert name in result.stdout
     assert min(seconds) < 1.0
 
@@ -68,6 +68,7 @@ def test_only_commands_that_exist_are_listed() -> None:
     } == {
         "train",
         "export",
+        "simulate",
         "schema",
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -120,7 +121,7 @@ def test_books_balance_over_random_events(expandable: bool) -> None:
         assert allocator.allocated == sum(block.size for block in live)
         assert allocator.allocated <= allocator.reserved <= 3000 * MIB
         spans = sorted((block.pool.page, id(block.pool), block.segment, block.address, block.size) for block in live)
-        for one, other in zip(spans, spans[1:], strict=False):
+        for one, other in itertools.pairwise(spans):
             assert one[:3] != other[:3] or one[3] + one[4] <= other[3]
     for block in live:
         allocator.release(block)

@@ -1,0 +1,201 @@
+"""What `simulate` says of runs on GPUs: the numbers that follow from the model, and the spikes people run into."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_trainer.errors import ConfigError
+from tests import simulation_runs
+from tests.ranks import run_ranks
+from tests.simulation_runs import SMALL, settings
+
+VOCABULARY, HIDDEN, WIDTH, LAYERS, TOKENS = 4096, 256, 512, 3, 512
+LAYER = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * WIDTH + 2 * HIDDEN
+PARAMETERS = 2 * VOCABULARY * HIDDEN + LAYERS * LAYER + HIDDEN
+SHARD = 4 * PARAMETERS // 8
+WORKSPACES = 2 * (2 * 4096 + 16 * 8) * 1024  # cuBLAS before Hopper: the forward's thread, and the backward's
+KEYS = {
+    "allocated_gib",
+    "reserved_gib",
+    "min_capacity_gib",
+    "host_gib",
+    "phases",
+    "breakdown",
+    "step_seconds",
+    "tokens_per_second_per_gpu",
+    "fits",
+    "limit",
+    "config",
+}
+LARGE = {"vocab_size": 248_000}  # a vocabulary of today
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("models")
+    evaluation = {"data": {"eval": "unused.jsonl", "packing": False, "seq_len": 512}, "eval": {"at_end": True}}
+    cases = {
+        "base": settings(folder),
+        "foreach": settings(folder, optim={"implementation": "foreach"}),
+        "checkpointed": settings(folder, activation_checkpointing={"mode": "full"}),
+        "plain": settings(folder, model=LARGE, loss={"kind": "plain"}),
+        "chunked": settings(folder, model=LARGE, loss={"chunk_tokens": 64}),
+        "tied": settings(folder, model={"tie_word_embeddings": True}),
+        "offload": settings(folder, sharding={"offload": "params"}),
+        "stage2": settings(folder, sharding={"zero_stage": 2}, **evaluation),
+        "evaluated": settings(folder, **evaluation),
+        "accumulated": settings(folder, batch={"global_batch_size": 800}),
+        "packed": settings(folder, data={"packing": True}),
+        "grouped": settings(folder, model={"num_key_value_heads": 2}),
+    }
+    return run_ranks(simulation_runs.simulate_all, 1, cases, "8xA100-80GB", timeout=300)[0]
+
+
+@pytest.fixture(scope="module")
+def on_t4(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("models")
+    cases = {
+        "base": settings(folder, precision="fp16"),
+        "grouped": settings(folder, precision="fp16", model={"num_key_value_heads": 2}),
+    }
+    return run_ranks(simulation_runs.simulate_all, 1, cases, "8xT4", timeout=300)[0]
+
+
+def test_json_has_its_keys_and_states_are_exact(runs: dict[str, Any]) -> None:
+    result = runs["base"]["json"]
+    assert set(result) == KEYS
+    assert set(result["phases"]) == {"load", "forward", "backward", "clip", "step", "evaluate", "save"}
+    assert result["phases"]["evaluate"] is None
+    assert result["fits"]
+    assert result["limit"] == pytest.approx(79.15 - 2.0, abs=0.3)
+    assert result["step_seconds"] > 0
+    states = {name: runs["base"]["breakdown"][name] for name in ("parameters", "optimizer_state")}
+    assert states["parameters"] == SHARD
+    assert states["optimizer_state"] == pytest.approx(2 * SHARD, abs=1000)  # and a step count for each parameter
+    assert sum(runs["base"]["breakdown"].values()) == max(runs["base"]["phases"].values())
+    assert runs["base"]["timeline_peak"] == max(runs["base"]["phases"].values())
+    assert result["allocated_gib"] <= result["min_capacity_gib"] <= result["reserved_gib"]
+
+
+def test_first_step_spike_of_foreach(runs: dict[str, Any]) -> None:
+    """foreach needs one more copy of its larger group of shards where the states appear, fused none."""
+    fused, foreach = (runs[name]["phases"]["step"] for name in ("base", "foreach"))
+    assert fused == pytest.approx(4 * SHARD + WORKSPACES, rel=0.001)
+    embedding = 4 * VOCABULARY * HIDDEN // 8  # is not decayed, so it is stepped apart
+    assert foreach - fused == pytest.approx(SHARD - embedding, rel=0.002)
+
+
+def test_logits_spike(runs: dict[str, Any]) -> None:
+    """Plain: bf16 and fp32 logits and a gradient of each at once; chunked: one chunk of them."""
+    plain, chunked = (max(runs[name]["phases"].values()) for name in ("plain", "chunked"))
+    logits = TOKENS * LARGE["vocab_size"]
+    assert runs["plain"]["largest"]["temporaries"] >= 4 * logits
+    assert plain - chunked > 7 * logits
+    assert max(runs["chunked"]["kept"][0], runs["chunked"]["largest"]["temporaries"]) <= max(
+        4 * 64 * LARGE["vocab_size"], 4 * LARGE["vocab_size"] * HIDDEN
+    )
+
+
+def test_reduction_buffer_holds_one_table(runs: dict[str, Any]) -> None:
+    """Untied, embedding and head are units of their own: no buffer for both."""
+    table = 4 * VOCABULARY * HIDDEN
+    assert runs["base"]["largest"]["communication_buffers"] == pytest.approx(table, rel=0.01)
+    assert runs["tied"]["largest"]["communication_buffers"] == pytest.approx(table, rel=0.01)
+
+
+def test_saving_and_evaluation_spikes(runs: dict[str, Any]) -> None:
+    """Saving gathers one whole table; an evaluation gathers weights and keeps nothing for a backward."""
+    rest = 3 * SHARD + WORKSPACES
+    table = 2 * VOCABULARY * HIDDEN
+    assert rest + table < runs["base"]["phases"]["save"] < rest + 2.6 * table
+    assert runs["base"]["host"] > 3 * SHARD  # the copy that is written in the background
+    gathered = 2 * PARAMETERS
+    assert runs["stage2"]["phases"]["evaluate"] > rest + 0.99 * gathered
+    assert rest < runs["evaluated"]["phases"]["evaluate"] < runs["evaluated"]["phases"]["forward"]
+
+
+def test_checkpointing_offload_and_accumulation(runs: dict[str, Any]) -> None:
+    base, checkpointed, offload = (runs[name] for name in ("base", "checkpointed", "offload"))
+    assert checkpointed["phases"]["forward"] < base["phases"]["forward"]
+    assert checkpointed["phases"]["step"] == base["phases"]["step"]
+    for kind in ("parameters", "gradients", "optimizer_state"):
+        assert offload["breakdown"][kind] == 0
+    assert offload["host"] - base["host"] > 3 * SHARD
+    assert runs["accumulated"]["json"]["step_seconds"] > 50 * base["json"]["step_seconds"]
+
+
+def test_streams_are_kept_apart(runs: dict[str, Any]) -> None:
+    """The allocator pools by stream: compute, gathering in, gathering, reducing."""
+    assert runs["base"]["streams"] >= 3
+
+
+def test_attention_keeps_no_scores_on_ampere_and_does_on_turing(runs: dict[str, Any], on_t4: dict[str, Any]) -> None:
+    """Flash where it runs, the memory-efficient kernel before; that one knows no grouped heads, so torch takes math."""
+    scores = 4 * 4 * TOKENS * TOKENS  # fp32 even in a half-precision run, one layer
+    inputs = 2 * TOKENS * WIDTH  # the widest thing a layer keeps
+    for fused in (runs["base"], runs["grouped"], on_t4["base"]):
+        assert fused["kept"].count(scores) == 0
+        assert max(size for size in fused["kept"] if size < scores) >= inputs
+    assert on_t4["grouped"]["kept"].count(scores) >= LAYERS
+    mask = 2 * TOKENS * TOKENS  # packed rows: an additive mask a layer
+    assert runs["packed"]["kept"].count(mask) - runs["base"]["kept"].count(mask) >= LAYERS
+
+
+def test_extrapolation_is_exact_where_it_is_linear(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("models")
+    deep = {"num_hidden_layers": 11, "vocab_size": 512}
+    cases = {
+        "full": settings(folder, model=deep, activation_checkpointing={"mode": "full"}),
+        "stage2": settings(folder, model=deep, sharding={"zero_stage": 2}),
+    }
+    found = run_ranks(simulation_runs.extrapolate_and_simulate, 1, cases, "8xA100-80GB", timeout=300)[0]
+    for name, (guessed, full, linear) in found.items():
+        assert linear, name
+        assert guessed == full, name
+
+
+def test_command_answers_from_the_cache_the_second_time(tmp_path: Path) -> None:
+    values = settings(tmp_path, model={"num_hidden_layers": 1})
+    words = ["--gpus", "8xA100-80GB", f"--model.path={values['model']['path']}", "--data.packing=false"]
+    words += ["--data.seq_len=64", "--batch.global_batch_size=8"]
+    (first, slow), (second, quick) = run_ranks(simulation_runs.command, 1, [*words, "--json"], str(tmp_path))[0]
+    assert set(json.loads(first)) == KEYS
+    assert json.loads(first) == json.loads(second)
+    assert quick < slow / 3
+    assert len(list((tmp_path / "fsdp_trainer" / "simulations").glob("*.json"))) == 1
+    table = run_ranks(simulation_runs.command, 1, words, str(tmp_path))[0][0][0]
+    assert "fits" in table
+    assert "highest in each phase" in table
+
+
+def test_cache_key_follows_the_content(tmp_path: Path) -> None:
+    base = settings(tmp_path)
+    elsewhere = {**base, "output_dir": "elsewhere"}
+    cases = {
+        "base": (base, "8xA100-80GB"),
+        "same": (elsewhere, "8xA100-80GB"),
+        "gpus": (base, "8xH100-80GB"),
+        "stage": ({**base, "sharding": {"zero_stage": 2}}, "8xA100-80GB"),
+        "model": (settings(tmp_path, model={"num_hidden_layers": 5}), "8xA100-80GB"),
+    }
+    found = run_ranks(simulation_runs.keys, 1, cases)[0]
+    assert found["base"] == found["same"]
+    assert len(set(found.values())) == 4
+
+
+def test_bf16_is_refused_where_a_run_refuses_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no bf16"):
+        run_ranks(simulation_runs.simulate_all, 1, {"base": settings(tmp_path)}, "2xT4")
+
+
+def test_small_model_is_what_the_numbers_say() -> None:
+    assert (SMALL["vocab_size"], SMALL["hidden_size"], SMALL["intermediate_size"], SMALL["num_hidden_layers"]) == (
+        VOCABULARY,
+        HIDDEN,
+        WIDTH,
+        LAYERS,
+    )

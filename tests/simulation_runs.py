@@ -1,0 +1,107 @@
+"""Simulate small models on pretended GPUs on a forked rank, and hand back numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+SMALL = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+
+
+def settings(folder: Path, *, model: dict[str, Any] | None = None, **sections: Any) -> dict[str, Any]:
+    """Write a config.json alone, and return the settings of a run on eight ranks, with `sections` merged over them."""
+    values = {**SMALL, **(model or {})}
+    path = folder / f"model-{abs(hash(json.dumps(values, sort_keys=True)))}"
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    base: dict[str, Any] = {
+        "model": {"path": str(path)},
+        "data": {"packing": False, "seq_len": 512},
+        "activation_checkpointing": {"mode": "none"},
+        "batch": {"global_batch_size": 8, "micro_batch_size": 1},
+    }
+    for name, value in sections.items():
+        base[name] = {**base.get(name, {}), **value} if isinstance(value, dict) else value
+    return base
+
+
+def simulate_all(cases: dict[str, Any], gpus: str) -> dict[str, dict[str, Any]]:
+    """Simulate each of the settings; return their JSON and, in bytes, the facts of the ledger that tests ask for."""
+    from fsdp_trainer import Config
+    from fsdp_trainer.memory.hardware import parse_gpus
+    from fsdp_trainer.memory.simulate import simulate
+
+    found = {}
+    for name, values in cases.items():
+        result = simulate(Config.from_dict(values), parse_gpus(gpus))
+        ledger = result.ledger
+        assert ledger is not None
+        found[name] = {
+            "json": result.to_json(),
+            "phases": dict(result.phases),
+            "breakdown": dict(result.breakdown),
+            "host": result.host,
+            "largest": {
+                category: max((a.size for a in ledger.allocations if ledger.category(a) == category), default=0)
+                for category in result.breakdown
+            },
+            "kept": sorted((a.size for a in ledger.allocations if ledger.category(a) == "activations"), reverse=True),
+            "streams": len({a.stream for a in ledger.allocations}),
+            "timeline_peak": max(sum(kinds.values()) for _, _, kinds in ledger.timeline),
+        }
+    return found
+
+
+def extrapolate_and_simulate(cases: dict[str, Any], gpus: str) -> dict[str, tuple[Any, Any, bool]]:
+    """Return each phase's peak as extrapolated and as simulated in full, and whether the lines were straight."""
+    from fsdp_trainer import Config
+    from fsdp_trainer.memory.extrapolate import extrapolate
+    from fsdp_trainer.memory.hardware import parse_gpus
+    from fsdp_trainer.memory.simulate import simulate
+
+    found = {}
+    for name, values in cases.items():
+        config, hardware = Config.from_dict(values), parse_gpus(gpus)
+        guessed = extrapolate(config, hardware)
+        found[name] = dict(guessed.phases), dict(simulate(config, hardware).phases), guessed.linear
+    return found
+
+
+def command(words: list[str], cache: str) -> list[tuple[str, float]]:
+    """Run `fsdp-trainer simulate` twice; return what it printed and the seconds it took, each time."""
+    import contextlib
+    import io
+    import os
+    import time
+
+    from fsdp_trainer import cli
+
+    os.environ["XDG_CACHE_HOME"] = cache
+    found = []
+    for _ in range(2):
+        printed, started = io.StringIO(), time.process_time()
+        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+            cli.main(["simulate", *words])
+        found.append((printed.getvalue(), time.process_time() - started))
+    return found
+
+
+def keys(cases: dict[str, tuple[Any, str]]) -> dict[str, str]:
+    """Return the cache's key of each (settings, GPUs)."""
+    from fsdp_trainer import Config
+    from fsdp_trainer.memory.hardware import parse_gpus
+    from fsdp_trainer.memory.simulation_cache import content_key
+
+    return {n: content_key(Config.from_dict(s), parse_gpus(gpus), False) for n, (s, gpus) in cases.items()}
