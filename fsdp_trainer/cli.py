@@ -83,8 +83,9 @@ def export(
 def simulate(
     context: typer.Context,
     gpus: Annotated[
-        str, typer.Option(help="The GPUs, such as 8xH100-80GB, 2x8xA100-80GB or a YAML file.", metavar="GPUS")
-    ],
+        str | None,
+        typer.Option(help="Such as 8xH100-80GB, 2x8xA100-80GB or a YAML file; default this machine's.", metavar="GPUS"),
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="Settings file (YAML).", metavar="RUN.YAML")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     expandable: Annotated[
@@ -103,9 +104,9 @@ def simulate(
     if as_json and picture == "-":
         raise ConfigError("JSON and a picture do not go together.", values="--json --picture -", fix="name a file")
     settings = Config.load(config, list(context.args))
-    from fsdp_trainer.memory.hardware import parse_gpus
+    from fsdp_trainer.memory.hardware import detect, parse_gpus
 
-    hardware = parse_gpus(gpus)
+    hardware = parse_gpus(gpus) if gpus is not None else detect()
     settings.check_world(hardware.count)
     result, text, timeline = (_quick if quick else _simulate)(settings, hardware, expandable, picture is not None)
     print(json.dumps(result, indent=2) if as_json else text)

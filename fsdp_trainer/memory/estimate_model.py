@@ -357,8 +357,8 @@ def _attention_bytes(shape: ModelShape, *, seq_len: int, compute_bytes: int, att
         return extra + 2 * b * (queries + shape.kv_size) + 4 * shape.heads
     if attention in ("efficient", "masked") and not shape.softcapped:
         return extra + 4 * b * queries + 4 * shape.heads + (b * seq_len if attention == "masked" else 0)
-    capped = b if shape.softcapped else 0
-    return extra + 4 * b * queries + shape.heads * seq_len * (4 + b + capped)
+    capped, cast = (b if shape.softcapped else 0), (b if b < 4 else 0)
+    return extra + 4 * b * queries + shape.heads * seq_len * (4 + cast + capped)
 
 
 def _norm_bytes(shape: ModelShape, width: int, compute_bytes: int) -> int:

@@ -191,13 +191,17 @@ class _Step:
         kept = self.forward(gathered=self.settings.keeps_gathered and index > 0)
         self.backward(kept, is_last=is_last, accumulates=index > 0)
 
-    def forward(self, *, gathered: bool, phase: str = "forward") -> list[float]:
-        """Run the forward and return what each layer keeps for the backward."""
+    def forward(self, *, gathered: bool, outer_there: bool = False, phase: str = "forward") -> list[float]:
+        """Run the forward and return what each layer keeps for the backward.
+
+        `gathered`: every unit is whole from before; `outer_there`: those are that stay so in any stage (the head's).
+        """
         settings, hidden = self.settings, self.settings.tokens * self.shape.hidden * self.settings.compute_bytes
         trains = phase == "forward"
         kept: list[float] = []
-        if not gathered:
+        if not gathered and not outer_there:
             self.gather(phase, self.root)
+        if not gathered and (self.embedding is not None or not outer_there):
             self.gather(phase, self.embedding or self.head)
         self.ledger.change(phase, activations=hidden)
         if self.embedding is not None and not self.embedding.stays:
@@ -215,7 +219,7 @@ class _Step:
             if not unit.stays:
                 self.free(phase, unit)
                 self.keep_part(phase, unit)
-        if self.embedding is not None and not gathered:
+        if self.embedding is not None and not gathered and not outer_there:
             self.gather(phase, self.head)
         return kept
 
@@ -316,6 +320,8 @@ class _Step:
         yield 1 - min(1.0, b * tokens * width / saved), mlp_share / matrices, b * tokens * 3 * width
         yield after_mlp, mlp_share, 12.0 * tokens * shape.hidden
         flash = tokens * (shape.query_size * (4 + 2 * b) + 2 * b * shape.query_size)
+        if self.settings.attention == "scores" or shape.softcapped:  # the scores' gradient before and after the softmax
+            flash += 8.0 * tokens * shape.heads * self.settings.seq_len
         before_norm = after_mlp - min(after_mlp, tokens * shape.hidden * (4 + 2 * b) / saved)
         yield before_norm, mlp_share, flash
 
@@ -356,20 +362,20 @@ class _Step:
         ledger.change("step", gradients=-ledger.alive["gradients"])
 
     def evaluate(self) -> None:
-        """A forward that keeps nothing; the loss without gradients."""
+        """Two forwards that keep nothing, the loss without gradients; the second begins with what the first leaves."""
         shape, settings = self.shape, self.settings
-        self.forward(gathered=False, phase="evaluate")
         chunk = settings.tokens
         if settings.loss == "chunked":
             chunk = min(chunk, settings.chunk_tokens or max(256, 2**26 // shape.vocab))
         logits = chunk * shape.vocab * (4 + (settings.compute_bytes if settings.loss == "chunked" else 4))
-        self.ledger.spike("evaluate", temporaries=logits + settings.tokens * shape.hidden * settings.compute_bytes)
+        hidden = settings.tokens * shape.hidden * settings.compute_bytes
+        for number in range(2):
+            self.forward(gathered=settings.keeps_gathered and number > 0, outer_there=number > 0, phase="evaluate")
+            self.ledger.spike("evaluate", temporaries=logits + hidden)
+            self.ledger.change("evaluate", activations=-hidden)
+            self.free_gather_buffer("evaluate", self.gather_buffer)  # the root's forward ends
         gathered = self.ledger.alive["unsharded_parameters"]
-        buffers, hidden = self.gather_buffer, settings.tokens * shape.hidden * settings.compute_bytes
-        self.ledger.change(
-            "evaluate", unsharded_parameters=-gathered, communication_buffers=-buffers, activations=-hidden
-        )
-        self.gather_buffer = 0.0
+        self.ledger.change("evaluate", unsharded_parameters=-gathered)
 
     def save(self) -> None:
         """Checkpoints copy shards to the host; the export gathers one tensor at a time, the largest a table."""
