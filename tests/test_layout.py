@@ -38,7 +38,7 @@ PARTS = {
     "memory.postmortem": "measure",
     "memory.simulate": "simulate",
     "memory.allocator": "simulate",
-    "memory.ledger": "simulate",
+    "memory.ledger": "facts",
     "memory.trace": "simulate",
     "memory.traced_run": "simulate",
     "memory.cuda_kernels": "simulate",
@@ -48,6 +48,7 @@ PARTS = {
     "memory.simulation_text": "facts",
     "memory.roofline": "simulate",
     "memory.extrapolate": "simulate",
+    "memory.quick": "simulate",
     "memory.estimate": "facts",
     "memory.hardware": "facts",
     "memory": "facts",
@@ -126,6 +127,7 @@ WITHOUT_TORCH = (
 WITHOUT_TORCH += ("run_lock", "data", "data.sources", "data.formats", "data.readers")
 WITHOUT_TORCH += ("memory", "memory.hardware", "memory.estimate")
 WITHOUT_TORCH += ("memory.simulation", "memory.ledger")
+WITHOUT_TORCH += ("memory.host", "memory.quick", "memory.simulation_text", "report")
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "bitsandbytes", "torchao"}
 MAY_PRINT = ("cli", "progress", "report", "demo")
 # simulated.py is the simulated part of the runtime: what it changes, it undoes on exit.
