@@ -144,6 +144,6 @@ class Saver:
             self._pending = None
 
     def _say(self, saved: PendingSave) -> None:
-        if self._run.runtime.is_main:
-            write_status(self._output_dir, state="running", exit_code=0, step=self._saved_step)
+        step = self._saved_step
+        run_on_main(lambda: write_status(self._output_dir, state="running", exit_code=0, step=step))
         log_line(f"checkpoint: {saved.path}", is_main=self._run.runtime.is_main)
