@@ -59,7 +59,7 @@ def tiny_config(name: str) -> Any:
     """Return the default config of a model type with its sizes lowered and its dropout off."""
     from transformers import CONFIG_MAPPING
 
-    kind = CONFIG_MAPPING[name]
+    kind: Any = CONFIG_MAPPING[name]
     default = kind()
     text = default.get_text_config()
     sizes: dict[str, Any] = {key: value for key, value in SIZES.items() if hasattr(text, key)}
