@@ -136,13 +136,12 @@ def _quick(settings: Config, hardware: Any, expandable: bool, with_timeline: boo
 def _simulate(
     settings: Config, hardware: Any, expandable: bool, with_timeline: bool
 ) -> tuple[dict[str, Any], str, Any]:
-    # Imported here: help and errors about settings answer without torch.
-    from fsdp_trainer.memory.simulate import simulate
     from fsdp_trainer.memory.simulation_cache import simulate_cached
     from fsdp_trainer.memory.simulation_text import format_simulation
 
-    # What the cache keeps has no timeline.
-    run = simulate if with_timeline else simulate_cached
+    run = simulate_cached
+    if with_timeline:  # what the cache keeps has none
+        from fsdp_trainer.memory.simulate import simulate as run  # here: the cache answers without torch
     found = run(settings, hardware, expandable_segments=expandable)
     result = found.to_json()
     timeline = found.ledger.timeline if found.ledger is not None else None

@@ -11,6 +11,10 @@ from typing import Any
 from tests import models, step_runs
 
 
+def _holders(tensor: Any) -> int:
+    return tensor._use_count()  # of the tensor behind the Python object: gloo's queue is among them
+
+
 def measure(run_settings: dict[str, Any], steps: Sequence[Sequence[Any]]) -> dict[str, int]:
     """Build the run, take a step over each of `steps` (rows of documents), evaluate; return each phase's peak bytes."""
     import gc
@@ -47,22 +51,31 @@ def measure(run_settings: dict[str, Any], steps: Sequence[Sequence[Any]]) -> dic
         def note(self) -> None:
             self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.current)
 
-        def settle(self) -> None:
-            """Wait until gloo's threads have let go of what the last collective was given: a race, not memory used."""
-            deadline = time.monotonic() + 0.02
-            while any(tensor._use_count() > count for tensor, count in self.sent) and time.monotonic() < deadline:
+        def settle(self, used: Sequence[Any]) -> None:
+            """Wait until gloo's threads have let go of what a collective was given: a race, not memory of the run.
+
+            What the next operation uses is counted up by the call itself, so that waits for a later one.
+            """
+            deadline = time.monotonic() + 0.5
+            free = [(t, count) for t, count in self.sent if not any(t is leaf for leaf in used)]
+            self.sent = [(t, count) for t, count in self.sent if any(t is leaf for leaf in used)]
+            while any(_holders(t) > count for t, count in free) and time.monotonic() < deadline:
                 time.sleep(0.0005)
-            self.sent = []
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.settle()
-            if "c10d" in func._schema.name:
-                tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-                self.sent = [(tensor, tensor._use_count()) for tensor in tensors]
-            if func._schema.name == "profiler::_record_function_enter_new" and args[0] in PHASES:
+            name, used = func._schema.name, [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            self.settle(used)
+            if name == "profiler::_record_function_enter_new" and args[0] in PHASES:
+                gc.collect()  # a cycle of a functional collective's wrapper: when it goes is chance
                 self.phase = args[0]
                 self.note()
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            if "c10d" in name:
+                self.sent += [(tensor, _holders(tensor)) for tensor in used]
+            del used
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            if name == "_c10d_functional::wait_tensor":
+                time.sleep(0.1)  # a functional collective's tensor has other holders too, so none can be counted
+            return result
 
     run = step_runs.build(run_settings)
     windows = [step_runs.window_of(run, documents) for documents in steps]

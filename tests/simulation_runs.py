@@ -79,6 +79,34 @@ def extrapolate_and_simulate(cases: dict[str, Any], gpus: str) -> dict[str, tupl
     return found
 
 
+def both_targets(values: Any) -> tuple[dict[str, int], dict[str, int], int]:
+    """Return each phase's peak as on a GPU of capability 8.0 and as on a CPU, which real ranks are compared with; and
+    the bytes of the rows, which lie on the host of a GPU."""
+    from fsdp_trainer import Config
+    from fsdp_trainer.memory.traced_run import full_window, tensors_of, trace_run
+
+    config = Config.from_dict(values)
+    gpu, cpu = (trace_run(config, world_size=8, compute_capability=target).device.phases for target in (8.0, None))
+    return gpu, cpu, sum(tensor.nbytes for tensor in tensors_of(full_window(config, 8)))
+
+
+def accumulated(values: Any) -> tuple[dict[str, int], dict[str, int]]:
+    """Return each phase's peak with the micro-batches that a simulation takes, and with all of a window."""
+    from dataclasses import replace
+
+    from fsdp_trainer import Config
+    from fsdp_trainer.memory.traced_run import full_window, trace_run
+
+    config = Config.from_dict(values)
+    few = full_window(config, 8)
+    whole = replace(few, micro_batches=few.micro_batches[:1] * config.check_world(8))
+    assert len(few.micro_batches) < len(whole.micro_batches)
+    return (
+        dict(trace_run(config, world_size=8, compute_capability=8.0).device.phases),
+        dict(trace_run(config, world_size=8, compute_capability=8.0, windows=[whole, whole]).device.phases),
+    )
+
+
 def command(words: list[str], cache: str) -> list[tuple[str, float]]:
     """Run `fsdp-trainer simulate` twice; return what it printed and the seconds it took, each time."""
     import contextlib

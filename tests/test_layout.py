@@ -41,6 +41,7 @@ PARTS = {
     "memory.traced_run": "simulate",
     "memory.cuda_kernels": "simulate",
     "memory.work": "simulate",
+    "memory.simulation": "simulate",
     "memory.simulation_cache": "simulate",
     "memory.simulation_text": "facts",
     "memory.roofline": "simulate",
@@ -117,7 +118,7 @@ WITHOUT_TORCH = (
     "__main__",
 )
 WITHOUT_TORCH += ("run_lock", "data", "data.sources", "data.formats", "memory", "memory.hardware", "memory.estimate")
-WITHOUT_TORCH += ("memory.ledger", "memory.host", "memory.quick", "memory.simulation_text", "report")
+WITHOUT_TORCH += ("memory.simulation", "memory.ledger", "memory.host", "memory.quick", "report")
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "bitsandbytes", "torchao"}
 MAY_PRINT = ("cli", "progress", "report", "demo")
 # simulated.py is the simulated part of the runtime: what it changes, it undoes on exit.

@@ -14,7 +14,7 @@ from typing import Any
 from fsdp_trainer.config import Config
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.memory.hardware import Hardware
-from fsdp_trainer.memory.simulate import capability_of, check_known
+from fsdp_trainer.memory.simulation import capability_of, check_known
 from fsdp_trainer.memory.traced_run import trace_run
 from fsdp_trainer.model import load_hf_config
 

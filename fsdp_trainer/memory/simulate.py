@@ -3,77 +3,14 @@
 A few seconds a layer count of tens; the numbers are those of rank 0, which is the fullest.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
-
 from fsdp_trainer.config import Config
-from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.memory.allocator import Replay, replay, smallest_capacity
 from fsdp_trainer.memory.cuda_kernels import find_overheads
 from fsdp_trainer.memory.hardware import Hardware
-from fsdp_trainer.memory.ledger import PHASES, Ledger
+from fsdp_trainer.memory.ledger import Ledger
 from fsdp_trainer.memory.roofline import predict_seconds
+from fsdp_trainer.memory.simulation import Simulation, capability_of, check_known, check_precision
 from fsdp_trainer.memory.traced_run import Trace, trace_run
-
-GIB = 2**30
-# Techniques whose memory the simulation is known to follow, each by a test. A new one is added with its test.
-KNOWN: Mapping[str, frozenset[Any]] = {
-    "optim.name": frozenset({"adamw"}),
-    "optim.implementation": frozenset({"fused", "foreach"}),
-    "optim.state_dtype": frozenset({"fp32"}),
-    "sharding.offload": frozenset({"none", "params"}),
-    "precision": frozenset({"fp32", "bf16", "fp16"}),
-    "activation_checkpointing.mode": frozenset({"none", "full", "every_n_layers"}),
-    "activation_checkpointing.offload": frozenset({False}),
-    "loss.kind": frozenset({"chunked", "plain"}),
-    "model.attention": frozenset({"auto", "sdpa", "eager"}),
-    "compile.enabled": frozenset({False}),
-}
-
-
-@dataclass(frozen=True)
-class Simulation:
-    """The memory and, predicted by a roofline, the time of one rank; bytes and seconds.
-
-    allocated: peak of live tensors and kernel workspaces. reserved: what torch's allocator holds for that if it may
-    keep all it wants. min_capacity: the least it gets through with, giving cached blocks back in need. host: memory of
-    the rank's process. limit: what is left for the allocator once context and NCCL have theirs. phases: peak
-    allocated bytes in each. breakdown: bytes at the peak, by category.
-    """
-
-    allocated: int
-    reserved: int
-    min_capacity: int
-    host: int
-    limit: int
-    phases: Mapping[str, int]
-    breakdown: Mapping[str, int]
-    step_seconds: float | None
-    tokens_per_second_per_gpu: float | None
-    config: Mapping[str, Any]
-    ledger: Ledger | None = field(default=None, repr=False, compare=False)
-
-    @property
-    def fits(self) -> bool:
-        """True where the run gets through on these GPUs."""
-        return self.min_capacity <= self.limit
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values under the names of `simulate --json`, memory in GiB (2**30 bytes)."""
-        return {
-            "allocated_gib": self.allocated / GIB,
-            "reserved_gib": self.reserved / GIB,
-            "min_capacity_gib": self.min_capacity / GIB,
-            "host_gib": self.host / GIB,
-            "phases": {phase: self.phases[phase] / GIB if phase in self.phases else None for phase in PHASES},
-            "breakdown": {category: size / GIB for category, size in self.breakdown.items()},
-            "step_seconds": self.step_seconds,
-            "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
-            "fits": self.fits,
-            "limit": self.limit / GIB,
-            "config": self.config,
-        }
 
 
 def simulate(config: Config, hardware: Hardware, *, expandable_segments: bool = False) -> Simulation:
@@ -84,46 +21,10 @@ def simulate(config: Config, hardware: Hardware, *, expandable_segments: bool = 
     trained, and for a technique whose memory is not known here.
     """
     check_known(config)
-    _check_precision(config.precision, hardware)
+    check_precision(config.precision, hardware)
     capability = capability_of(hardware)
     trace = trace_run(config, world_size=hardware.count, compute_capability=capability)
     return summarize(trace, config, hardware, expandable_segments=expandable_segments)
-
-
-def check_known(config: Config) -> None:
-    """Refuse a technique that no test has compared with a real run: a wrong plan would look like a right one."""
-    settings = config.to_dict()
-    for path, values in KNOWN.items():
-        value: Any = settings
-        for part in path.split("."):
-            value = value[part]
-        if value not in values:
-            raise ConfigError(
-                "The memory of this technique is not known to the simulation yet.",
-                values=f"{path}: {value}",
-                fix=f"simulate with one of {sorted(map(str, values))}",
-            )
-
-
-def _check_precision(precision: str, hardware: Hardware) -> None:
-    if precision.startswith("bf16") and not hardware.bf16_flops:
-        raise ConfigError(
-            "This GPU has no bf16 arithmetic; it would be emulated and slow.",
-            values=f"precision: {precision} on {hardware.name}",
-            fix="set `precision: fp16`",
-        )
-
-
-def capability_of(hardware: Hardware) -> float:
-    """Return the CUDA compute capability, such as 9.0; ConfigError for a GPU that has none."""
-    try:
-        return float(hardware.compute_capability)
-    except ValueError as error:
-        raise ConfigError(
-            "Which attention kernels this GPU runs is not known.",
-            values=f"{hardware.name}: compute_capability {hardware.compute_capability!r}",
-            fix="name an NVIDIA GPU, or give compute_capability in the file that describes it",
-        ) from error
 
 
 def summarize(trace: Trace, config: Config, hardware: Hardware, *, expandable_segments: bool) -> Simulation:
@@ -139,7 +40,7 @@ def summarize(trace: Trace, config: Config, hardware: Hardware, *, expandable_se
         allocated=trace.device.peak[0],
         reserved=unlimited.reserved,
         min_capacity=_least(events, unlimited, expandable=expandable_segments),
-        host=overheads.process + trace.host.peak[0],
+        host=overheads.process + max(trace.host.peak[0], trace.host.phases["load"] + trace.initialization),
         limit=hardware.usable_bytes - overheads.outside(hardware.count),
         phases=trace.device.phases,
         breakdown=trace.device.breakdown(),

@@ -13,10 +13,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.config import Config
+from fsdp_trainer.config import Config, ModelConfig
 from fsdp_trainer.memory.hardware import Hardware
-from fsdp_trainer.memory.simulate import Simulation, check_known, simulate
-from fsdp_trainer.model import load_hf_config
+from fsdp_trainer.memory.simulation import Simulation, check_known
 
 _LIBRARIES = ("torch", "transformers", "accelerate")
 # Settings that change neither what is held nor for how long; a path's content is in the model's config.
@@ -36,6 +35,8 @@ def simulate_cached(
     if found is not None:
         found["config"] = config.to_dict()
         return Simulation(**found)
+    from fsdp_trainer.memory.simulate import simulate  # here only: an answer from the cache needs no torch
+
     made = simulate(config, hardware, expandable_segments=expandable_segments)
     values = {name: value for name, value in vars(made).items() if name not in ("ledger", "config")}
     _write(path, values)
@@ -51,13 +52,11 @@ def cache_folder() -> Path:
 def content_key(config: Config, hardware: Hardware, expandable_segments: bool) -> str:
     """Return a hash of everything the result depends on."""
     settings: dict[str, Any] = config.to_dict()
-    section = config.model
-    hf_config = load_hf_config(section.path, revision=section.revision, trust_remote_code=section.trust_remote_code)
     for name in _NO_MATTER:
         del settings[name]
     content = {
         "settings": settings,
-        "model": hf_config.to_dict(),
+        "model": _model_content(config.model),
         "hardware": asdict(hardware),
         "expandable_segments": expandable_segments,
         "versions": {name: version(name) for name in _LIBRARIES},
@@ -65,6 +64,21 @@ def content_key(config: Config, hardware: Hardware, expandable_segments: bool) -
     }
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _model_content(model: ModelConfig) -> dict[str, str]:
+    """Return the text of the model's config and of its own code, from the folder or the hub's cache on this machine."""
+    folder = Path(model.path)
+    if not folder.is_dir():
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+        try:
+            folder = Path(hf_hub_download(model.path, "config.json", revision=model.revision)).parent
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError):
+            return {}  # `simulate` says in words what is wrong with it, and nothing is kept
+    files = [folder / "config.json", *(folder.glob("*.py") if model.trust_remote_code else ())]
+    return {path.name: path.read_text(encoding="utf-8", errors="replace") for path in files if path.is_file()}
 
 
 @cache

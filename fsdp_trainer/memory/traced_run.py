@@ -39,11 +39,15 @@ MOST_MICRO_BATCHES = 3
 
 @dataclass(frozen=True)
 class Trace:
-    """What one rank held on the device and the host, and the work of a whole optimizer step (None on CPU)."""
+    """What one rank held on the device and the host, and the work of a whole optimizer step (None on CPU).
+
+    `initialization` is what drawing new weights takes on the host meanwhile, which happens outside the trace.
+    """
 
     device: Ledger
     host: Ledger
     work: Work | None
+    initialization: int
 
 
 def trace_run(
@@ -81,7 +85,9 @@ def trace_run(
                 _save(run, trace)
         device_ledger, host_ledger = trace.ledgers()
         work = None if compute_capability is None else _work_of_step(trace, config.check_world(world_size))
-        return Trace(device_ledger, host_ledger, work)
+        # loading.initialize_randomly: every rank builds the whole model in fp32 and keeps its slices.
+        whole = sum(4 * parameter.numel() for parameter in run.model.parameters())
+        return Trace(device_ledger, host_ledger, work, whole if config.model.init == "random" else 0)
 
 
 def tensors_of(window: Window) -> list[torch.Tensor]:

@@ -51,7 +51,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         "accumulated": settings(folder, batch={"global_batch_size": 800}),
         "packed": settings(folder, data={"packing": True}),
         "grouped": settings(folder, model={"num_key_value_heads": 2}),
+        "random": settings(folder, model={"num_hidden_layers": 3, "vocab_size": 64_000}, export={"at_end": False}),
     }
+    cases["random"]["model"]["init"] = "random"
     return run_ranks(simulation_runs.simulate_all, 1, cases, "8xA100-80GB", timeout=300)[0]
 
 
@@ -128,6 +130,11 @@ def test_checkpointing_offload_and_accumulation(runs: dict[str, Any]) -> None:
     assert runs["accumulated"]["json"]["step_seconds"] > 50 * base["json"]["step_seconds"]
 
 
+def test_new_weights_are_drawn_on_the_host(runs: dict[str, Any]) -> None:
+    whole = 4 * (PARAMETERS + 2 * HIDDEN * (64_000 - VOCABULARY))
+    assert whole < runs["random"]["host"] < 1.05 * whole + 500 * 2**20
+
+
 def test_streams_are_kept_apart(runs: dict[str, Any]) -> None:
     """The allocator pools by stream: compute, gathering in, gathering, reducing."""
     assert runs["base"]["streams"] >= 3
@@ -156,6 +163,28 @@ def test_extrapolation_is_exact_where_it_is_linear(tmp_path_factory: pytest.Temp
     for name, (guessed, full, linear) in found.items():
         assert linear, name
         assert guessed == full, name
+
+
+def test_a_gpu_holds_what_a_cpu_rank_holds_where_kernels_are_the_same(tmp_path: Path) -> None:
+    """So what is shown of CPU ranks to the byte holds for the GPU's numbers: eager attention has no kernel of its own.
+
+    The backward of the CPU may be higher: there a reduction sums in a buffer of its own.
+    """
+    values = settings(tmp_path, model={"num_hidden_layers": 2}, activation_checkpointing={"mode": "full"})
+    values["model"]["attention"] = "eager"
+    values["data"]["eval"], values["eval"] = "unused.jsonl", {"at_end": True}
+    gpu, cpu, rows = run_ranks(simulation_runs.both_targets, 1, values)[0]
+    for phase in ("forward", "clip", "step", "evaluate"):
+        assert gpu[phase] + rows - cpu[phase] == WORKSPACES, phase
+    assert gpu["backward"] + rows - WORKSPACES <= cpu["backward"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_three_micro_batches_stand_for_all(stage: int, tmp_path: Path) -> None:
+    values = settings(tmp_path, model={"num_hidden_layers": 2}, sharding={"zero_stage": stage})
+    values["batch"] = {"global_batch_size": 48, "micro_batch_size": 1}
+    few, whole = run_ranks(simulation_runs.accumulated, 1, values)[0]
+    assert few == whole
 
 
 def test_command_answers_from_the_cache_the_second_time(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from fsdp_trainer.config import Config, Section
 from tests.ranks import run_ranks
 
 # Settings with a fixed choice that change no tensor of a step: data, saving, logging and the like; and numbers of ranks
-# and stages, which are simulated whatever they are. A new setting belongs here or into simulate.KNOWN, with a test.
+# and stages, which are simulated whatever they are. A new setting belongs here or into simulation.KNOWN, with a test.
 NO_TECHNIQUE = {
     "model.init",
     "model.trust_remote_code",
@@ -56,14 +56,14 @@ def _values(kind: Any) -> Iterator[Any]:
 
 
 def known() -> dict[str, frozenset[Any]]:
-    from fsdp_trainer.memory.simulate import KNOWN
+    from fsdp_trainer.memory.simulation import KNOWN
 
     return dict(KNOWN)
 
 
 def refuses(path: str, value: Any) -> bool:
     from fsdp_trainer.errors import ConfigError
-    from fsdp_trainer.memory.simulate import check_known
+    from fsdp_trainer.memory.simulation import check_known
 
     config: Any = Config()
     *sections, name = path.split(".")
