@@ -188,10 +188,9 @@ def format_table(results: Mapping[str, Any]) -> str:
     rows = read_rows()
     lines = [HEAD, _statistics(rows, results), "", COLUMNS, "|---|---|--:|--:|--:|--:|---|---|"]
     lines += [_line(row, results[row.id]) for row in rows]
-    lines += ["", MISSES, "", "## Rows that are not predicted", ""]
-    lines += [
-        f"- {reason}: {', '.join(f'`{id}`' for id in ids)}" for reason, ids in _read_yaml()["not_expressed"].items()
-    ]
+    data = _read_yaml()
+    lines += ["", data["remarks"], "## Rows that are not predicted", ""]
+    lines += [f"- {reason}: {', '.join(f'`{id}`' for id in ids)}" for reason, ids in data["not_expressed"].items()]
     return "\n".join(lines) + "\n"
 
 
@@ -210,38 +209,33 @@ def _line(row: Row, predicted: Mapping[str, Any]) -> str:
     return "| " + " | ".join([*shown, errors or _side(row, predicted), row.words.get("note", "")]) + " |"
 
 
-def _side(row: Row, predicted: Mapping[str, Any]) -> str:
-    """Whether a row that ran or did not is called so: right, wrong or undecided."""
+def answers(row: Row, predicted: Mapping[str, Any]) -> dict[str, bool | None]:
+    """Return, by method, whether a row of which only a side is known was put on it; None where undecided."""
     if row.kind not in ("fits", "OOM"):
-        return "bound only"
-    answers = {"closed form": predicted["closed_form"]["fits"]}
+        return {}
+    found = {"closed form": predicted["closed_form"]["fits"]}
     if predicted.get("full") is not None:
-        answers["full"] = predicted["full"]["fits"]
-    wanted = row.kind == "fits"
-    words = {None: "undecided", wanted: "right", not wanted: "**wrong**"}
-    return ", ".join(f"{method} {words[answer]}" for method, answer in answers.items())
+        found["full"] = predicted["full"]["fits"]
+    return {method: None if fits is None else fits is (row.kind == "fits") for method, fits in found.items()}
+
+
+def _side(row: Row, predicted: Mapping[str, Any]) -> str:
+    words = {None: "undecided", True: "right", False: "**wrong**"}
+    found = answers(row, predicted)
+    return ", ".join(f"{method} {words[answer]}" for method, answer in found.items()) or "bound only"
 
 
 def _statistics(rows: list[Row], results: Mapping[str, Any]) -> str:
-    errors: dict[str, list[float]] = {"closed form": [], "full": []}
-    wrong = {"closed form": 0, "full": 0}
-    sided = 0
-    for row in rows:
-        for method, error in compare(row, results[row.id]):
-            errors[method].append(abs(error))
-        if row.kind in ("fits", "OOM"):
-            sided += 1
-            for part in _side(row, results[row.id]).split(", "):
-                wrong[part.split(" right")[0].split(" **")[0].split(" undecided")[0]] += "wrong" in part
     lines = []
-    for method, found in errors.items():
-        if not found:
-            continue
-        within = sum(error <= 0.1 for error in found)
-        lines.append(
-            f"- {method}: {len(found)} rows of its kind, median error {statistics.median(found):.1%}, {within} within "
-            f"10 %; of {sided} rows where only the side of a limit is known, {wrong[method]} wrong"
-        )
+    for method in ("closed form", "full"):
+        errors = [abs(error) for row in rows for name, error in compare(row, results[row.id]) if name == method]
+        sides = [found[method] for row in rows if method in (found := answers(row, results[row.id]))]
+        if errors:
+            lines.append(
+                f"- {method}: {len(errors)} rows of its kind, median error {statistics.median(errors):.1%}, "
+                f"{sum(error <= 0.1 for error in errors)} within 10 %; of {len(sides)} rows where only the side of a "
+                f"limit is known, {sides.count(True)} right, {sides.count(None)} undecided, {sides.count(False)} wrong"
+            )
     return "\n".join(lines)
 
 
@@ -254,7 +248,6 @@ only a lower bound. No constant is fitted to a row. The programs differ: rows co
 of sharding, fused or compiled kernels and older versions of torch.
 """
 COLUMNS = "| row | published | closed form | full: allocated | reserved | least capacity | error | note |"
-MISSES = ""
 
 
 def main() -> None:

@@ -17,12 +17,19 @@ from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.memory.hardware import parse_gpus
 from fsdp_trainer.memory.ledger import CATEGORIES, PHASES
 from fsdp_trainer.memory.quick import quick_timeline, simulate_quick
+from fsdp_trainer.memory.simulation import Simulation
 
 ROOT = Path(__file__).parents[3]
-KEYS = {
-    *("allocated_gib", "reserved_gib", "min_capacity_gib", "host_gib", "phases", "breakdown", "step_seconds"),
-    *("tokens_per_second_per_gpu", "fits", "limit", "config"),
-}
+KEYS = set(
+    Simulation(
+        **dict.fromkeys(("allocated", "reserved", "min_capacity", "host", "limit"), 0),
+        phases={},
+        breakdown={},
+        step_seconds=None,
+        tokens_per_second_per_gpu=None,
+        config={},
+    ).to_json()
+)
 
 
 def make_config(model: str, folder: Path, *, layers: int | None = None, **settings: Any) -> Config:
@@ -36,7 +43,7 @@ def make_config(model: str, folder: Path, *, layers: int | None = None, **settin
 
 def test_keys_are_the_full_simulations(tmp_path: Path) -> None:
     result = simulate_quick(make_config("llama-3.1-8b", tmp_path), parse_gpus("8xH100"))
-    assert set(result) > KEYS and result["estimate"] is True
+    assert set(result) > KEYS and len(KEYS) == 11 and result["estimate"] is True
     assert set(result["phases"]) == set(PHASES) and set(result["breakdown"]) == set(CATEGORIES)
     for unknown in ("reserved_gib", "min_capacity_gib", "step_seconds", "tokens_per_second_per_gpu"):
         assert result[unknown] is None
