@@ -192,7 +192,7 @@ def compare(*, rounds: int, peer_python: str) -> str:
                 print(f"round {number + 1}, {side}: {figures}", flush=True)
     lines = [
         "| side | seconds | CPU seconds | tokens a second | peak memory | tokens | supervised | rows |",
-        "|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|",
     ]
     medians = {
         side: {name: statistics.median(row[name] for row in rows) for name in rows[0]} for side, rows in found.items()
