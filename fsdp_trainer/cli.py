@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,8 +15,7 @@ from fsdp_trainer.config import Config
 from fsdp_trainer.config_reading import check_command_flags
 from fsdp_trainer.errors import ConfigError, FsdpTrainerError
 from fsdp_trainer.launch import launch
-from fsdp_trainer.memory.simulation_text import format_simulation
-from fsdp_trainer.progress import log_error
+from fsdp_trainer.progress import log_error, log_line
 
 app = typer.Typer(
     name="fsdp-trainer",
@@ -84,30 +83,69 @@ def export(
 def simulate(
     context: typer.Context,
     gpus: Annotated[
-        str, typer.Option(help="The GPUs, such as 8xH100-80GB, 2x8xA100-80GB or a YAML file.", metavar="GPUS")
-    ],
+        str | None,
+        typer.Option(help="Such as 8xH100-80GB, 2x8xA100-80GB or a YAML file; default this machine's.", metavar="GPUS"),
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="Settings file (YAML).", metavar="RUN.YAML")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     expandable: Annotated[
         bool, typer.Option("--expandable-segments", help="As with PYTORCH_ALLOC_CONF=expandable_segments:True.")
     ] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Closed form: an estimate, at once, of the common architectures.")
+    ] = False,
+    picture: Annotated[
+        str | None, typer.Option(help="Draw memory over time: a .png file, or - for the terminal.", metavar="FILE")
+    ] = None,
 ) -> None:
     """Say what a run would take on GPUs you name, by running it on fake tensors: needs a config.json and no GPU."""
-    flags = ("--config", "--gpus", "--json", "--expandable-segments")
+    flags = ("--config", "--gpus", "--json", "--expandable-segments", "--quick", "--picture")
     check_command_flags(context.args, root=Config, flags=flags)
+    if as_json and picture == "-":
+        raise ConfigError("JSON and a picture do not go together.", values="--json --picture -", fix="name a file")
     settings = Config.load(config, list(context.args))
-    from fsdp_trainer.memory.hardware import parse_gpus
+    from fsdp_trainer.memory.hardware import detect, parse_gpus
 
-    hardware = parse_gpus(gpus)
+    hardware = parse_gpus(gpus) if gpus is not None else detect()
     settings.check_world(hardware.count)
-    # Imported here: help and errors about settings answer without torch.
-    from fsdp_trainer.memory.simulation_cache import simulate_cached
+    result, text, timeline = (_quick if quick else _simulate)(settings, hardware, expandable, picture is not None)
+    print(json.dumps(result, indent=2) if as_json else text)
+    if picture == "-":
+        from fsdp_trainer.report.memory_picture import format_memory
 
-    result = simulate_cached(settings, hardware, expandable_segments=expandable)
-    if as_json:
-        print(json.dumps(result.to_json(), indent=2))
-    else:
-        print(format_simulation(result.to_json(), gpus=str(hardware)))
+        log_line(format_memory(timeline))
+    elif picture is not None:
+        from fsdp_trainer.report.memory_picture import draw_memory
+
+        title = f"{settings.model.path} on {hardware}"
+        path = draw_memory(timeline, picture, title=title, limit_bytes=result["limit"] * 2**30)
+        log_line(f"picture: {path}", is_main=not as_json)
+
+
+def _quick(settings: Config, hardware: Any, expandable: bool, with_timeline: bool) -> tuple[dict[str, Any], str, Any]:
+    from fsdp_trainer.memory.quick import format_quick, quick_timeline, simulate_quick
+
+    if expandable:
+        raise ConfigError(
+            "The closed form knows no allocator.", values="--quick --expandable-segments", fix="leave out one of them"
+        )
+    result = simulate_quick(settings, hardware)
+    return result, format_quick(result), quick_timeline(settings, hardware) if with_timeline else None
+
+
+def _simulate(
+    settings: Config, hardware: Any, expandable: bool, with_timeline: bool
+) -> tuple[dict[str, Any], str, Any]:
+    from fsdp_trainer.memory.simulation_text import format_simulation
+
+    if with_timeline:  # what the cache keeps has none
+        from fsdp_trainer.memory.simulate import simulate as run
+    else:  # which needs no torch to answer
+        from fsdp_trainer.memory.simulation_cache import simulate_cached as run
+    found = run(settings, hardware, expandable_segments=expandable)
+    result = found.to_json()
+    timeline = found.ledger.timeline if found.ledger is not None else None
+    return result, format_simulation(result, gpus=str(hardware)), timeline
 
 
 @app.command()

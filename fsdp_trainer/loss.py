@@ -141,6 +141,10 @@ def chunked_cross_entropy(
     supervised rows of a 49k vocabulary on CPU: as fast at any chunk size.
     """
     chunk = chunk_tokens or max(256, CHUNK_ELEMENTS // weight.shape[0])
+    if not torch.is_grad_enabled():
+        # What a Function is told its inputs need is the same under no_grad: an evaluation would make every gradient,
+        # two thirds of the products and an fp32 table of the head's size, to throw them away.
+        hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     return _ChunkedCrossEntropy.apply(hidden, weight, bias, targets, scale, transform, chunk)  # type: ignore[return-value]
 
 

@@ -36,7 +36,7 @@ PARTS = {
     "memory.postmortem": "measure",
     "memory.simulate": "simulate",
     "memory.allocator": "simulate",
-    "memory.ledger": "simulate",
+    "memory.ledger": "facts",
     "memory.trace": "simulate",
     "memory.traced_run": "simulate",
     "memory.cuda_kernels": "simulate",
@@ -46,6 +46,7 @@ PARTS = {
     "memory.simulation_text": "facts",
     "memory.roofline": "simulate",
     "memory.extrapolate": "simulate",
+    "memory.quick": "simulate",
     "memory.estimate": "facts",
     "memory.hardware": "facts",
     "memory": "facts",
@@ -117,7 +118,8 @@ WITHOUT_TORCH = (
     "__main__",
 )
 WITHOUT_TORCH += ("run_lock", "data", "data.sources", "data.formats", "memory", "memory.hardware", "memory.estimate")
-WITHOUT_TORCH += ("memory.simulation", "memory.ledger")
+WITHOUT_TORCH += ("memory.ledger", "memory.host", "memory.quick", "memory.simulation_text", "memory.simulation")
+WITHOUT_TORCH += ("report",)
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "bitsandbytes", "torchao"}
 MAY_PRINT = ("cli", "progress", "report", "demo")
 # simulated.py is the simulated part of the runtime: what it changes, it undoes on exit.

@@ -46,6 +46,20 @@ class Hardware:
     fp16_flops: float = 0.0
     compute_capability: str = ""
 
+    @property
+    def capability(self) -> float:
+        """The CUDA compute capability as a number; 8.0 for other makers and where a file does not say."""
+        try:
+            return float(self.compute_capability)
+        except ValueError:
+            return 8.0
+
+    @property
+    def outside_bytes(self) -> int:
+        """What of `usable_bytes` torch's allocator cannot have: the context, and NCCL's buffers with several GPUs."""
+        found = read_overheads(self.capability)
+        return found["context"] + (found["distributed"] if self.count > 1 else 0)
+
     def __str__(self) -> str:
         shape = f"{self.gpus_per_node}x{self.name}"
         return shape if self.nodes == 1 else f"{self.nodes}x{shape}"
@@ -151,22 +165,30 @@ def _shape(nodes: int | None, gpus: int, *, written: str) -> tuple[int, int]:
     return gpus // MAX_GPUS_PER_NODE, MAX_GPUS_PER_NODE
 
 
-def _plain(name: str) -> str:
-    """Reduce a name to what tells cards apart: `NVIDIA A100-SXM4-80GB`, `a100 sxm4 80g` -> a100sxm480."""
+def _words(name: str) -> list[str]:
+    """Split a name into what tells cards apart: `NVIDIA A100-SXM4-80GB`, `a100 sxm4 80g` -> a100, sxm4, 80."""
     text = re.sub(r"\b(nvidia|geforce|tesla|quadro|amd|radeon|instinct)\b", "", name.lower().replace("_", " "))
     # A lone g is a unit only in a word of its own: A10G is a card.
     text = re.sub(r"(?<=\d)\s*gi?b\b", "", re.sub(r"(?<![a-z0-9])(\d+)\s*g\b", r"\1", text))
-    return re.sub(r"[^a-z0-9]", "", text)
+    return re.findall(r"[a-z0-9]+", text)
+
+
+def _plain(name: str) -> str:
+    return "".join(_words(name))
 
 
 def _matches(name: str) -> list[_Card]:
     """The cards a name can mean: exactly one by name or alias, else all that begin with it."""
-    wanted = _plain(name)
+    words, wanted = _words(name), _plain(name)
     if not wanted:
         return []
-    exact = [card for card in _catalogue() if wanted in {_plain(word) for word in (card.name, *card.aliases)}]
-    if exact:
-        return exact[:1]
+    for card in _catalogue():
+        memory = f"{card.memory_gib:.0f}"
+        # With its memory said although the card's name does without: `4090 24GB`.
+        shorter = "".join(word for word in words if word != memory) if memory in words[1:] else wanted
+        for own in (card.name, *card.aliases):
+            if _plain(own) in (wanted, shorter) or set(words) == set(_words(own)):
+                return [card]
     # A name without its memory, such as A100: more digits or letters of another card (L40 and L40S) do not count.
     longer = re.compile(re.escape(wanted) + r"(pcie|sxm\d?|nvl)?\d*")
     return [card for card in _catalogue() if longer.fullmatch(_plain(card.name)) and not wanted.isdigit()]
@@ -206,6 +228,16 @@ def _nearest(name: str) -> list[str]:
 def _catalogue() -> tuple[_Card, ...]:
     with Path(__file__).with_name("hardware.csv").open(encoding="utf-8", newline="") as file:
         return tuple(_read_card(row) for row in csv.DictReader(file))
+
+
+def read_overheads(capability: float) -> dict[str, int]:
+    """Return bytes by name of overheads.csv for a GPU of this compute capability; the sources stand there."""
+    with Path(__file__).with_name("overheads.csv").open(encoding="utf-8", newline="") as file:
+        return {
+            row["name"]: round(float(row["mib"]) * 2**20)
+            for row in csv.DictReader(file)
+            if float(row["from_capability"]) <= capability < float(row["below_capability"])
+        }
 
 
 def _read_card(row: Mapping[str, str]) -> _Card:

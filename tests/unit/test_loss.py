@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_trainer.loss import LogitTransform, Supervision, chunked_cross_entropy, plain_cross_entropy
 
@@ -131,3 +132,16 @@ def test_no_gradient_is_computed_for_what_needs_none(chunk_tokens: int | None) -
             hidden, frozen, None, targets, torch.tensor(1.0), chunk_tokens=chunk_tokens
         )
     assert not again.requires_grad and total.item() == pytest.approx(scaled.item())
+
+
+@pytest.mark.parametrize("chunk_tokens", [4, None])
+def test_evaluation_makes_no_gradient(chunk_tokens: int | None) -> None:
+    """One product a chunk, the logits: an evaluation of a 128k vocabulary made 3 GiB of gradients to throw away."""
+    hidden, weight, bias, targets = _inputs()
+    scale = torch.tensor(1.0)
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), counter:
+        _, total = chunked_cross_entropy(hidden, weight, bias, targets, scale, chunk_tokens=chunk_tokens)
+    assert counter.get_total_flops() == 2 * ROWS * HIDDEN * VOCAB
+    trained = chunked_cross_entropy(hidden, weight, bias, targets, scale, chunk_tokens=chunk_tokens)[1]
+    assert torch.equal(total, trained)

@@ -43,6 +43,9 @@ GIB = 2**30
         ("NVIDIA RTX 6000 Ada Generation", "1xRTX-6000-Ada"),
         ("NVIDIA GH200 480GB", "1xGH200-96GB"),
         ("AMD Instinct MI300X", "1xMI300X"),
+        ("H100 80GB SXM5", "1xH100-80GB"),
+        ("RTX 4090 24GB", "1xRTX4090"),
+        ("4x T4 16 GB", "4xT4"),
     ],
 )
 def test_names_people_type(typed: str, understood: str) -> None:
@@ -71,6 +74,8 @@ def test_every_card_is_found_by_its_own_name() -> None:
     [
         ("A100", r"several GPUs[\s\S]*A100-40GB[\s\S]*A100-80GB"),
         ("8xV100", r"several GPUs[\s\S]*V100-SXM-32GB"),
+        ("RTX 4090 48GB", "not in the catalogue"),
+        ("RTX 3090 Ti", r"not in the catalogue[\s\S]*RTX3090"),
         ("RTX 4080", r"not in the catalogue[\s\S]*RTX4090"),
         ("8x", "not in the catalogue"),
         ("", "not in the catalogue"),
