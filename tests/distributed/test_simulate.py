@@ -132,7 +132,7 @@ def test_checkpointing_offload_and_accumulation(runs: dict[str, Any]) -> None:
 
 def test_new_weights_are_drawn_on_the_host(runs: dict[str, Any]) -> None:
     whole = 4 * (PARAMETERS + 2 * HIDDEN * (64_000 - VOCABULARY))
-    assert whole < runs["random"]["host"] < 1.05 * whole + 500 * 2**20
+    assert whole < runs["random"]["host"] < 1.05 * whole + 800 * 2**20
 
 
 def test_streams_are_kept_apart(runs: dict[str, Any]) -> None:
