@@ -8,6 +8,7 @@ once a step, stages 0 and 1 reduce once a step, stages 2 and 3 reduce every micr
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -93,13 +94,14 @@ def apply_sharding(
     # No cast of a module's inputs: weights in the compute dtype make activations of that dtype, and what a model keeps
     # in fp32 on purpose (rotary tables, a router's input) stays as its own code has it.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-    options = {
+    options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": policy,
         "offload_policy": CPUOffloadPolicy(pin_memory=pin_memory) if offload_params else OffloadPolicy(),
     }
+    in_fp32 = {**options, "mp_policy": replace(policy, param_dtype=None)}
     for module in modules_in_fp32(model, compute_dtype):
-        fully_shard(module, reshard_after_forward=reshard, **options | {"mp_policy": replace(policy, param_dtype=None)})
+        fully_shard(module, reshard_after_forward=reshard, **in_fp32)
     for layer in parts.layers:
         fully_shard(layer, reshard_after_forward=reshard, **options)
     outer = _outer_units(parts)
