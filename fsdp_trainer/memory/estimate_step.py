@@ -263,6 +263,8 @@ class _Step:
         ledger.change("forward", activations=norm + loss.kept)
         ledger.spike("forward", temporaries=loss.forward - loss.kept)
         self.free_gather_buffer("forward", self.gather_buffer)
+        if not settings.keeps_gathered:  # the backward begins in the head's unit, which gathers the last layer ahead
+            self.gather_start("backward", self.layers[-1])
         ledger.spike("backward", temporaries=loss.backward - loss.kept)
         ledger.change("backward", activations=-loss.kept)
         frees = is_last or not settings.keeps_gathered
@@ -283,8 +285,7 @@ class _Step:
     def layer_backward(self, number: int, kept: float, *, gathered: bool, frees: bool) -> None:
         settings, ledger, unit = self.settings, self.ledger, self.layers[number]
         if not gathered:
-            is_first = number == len(self.layers) - 1
-            self.gather("backward", unit, ahead=not is_first)
+            self.gather("backward", unit, ahead=True)
             ahead = self.layers[number - 1] if number else self.embedding
             if ahead is not None:
                 self.gather_start("backward", ahead)
