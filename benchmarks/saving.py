@@ -51,8 +51,8 @@ def stepper(run: Any) -> Callable[[], None]:
     from fsdp_trainer.step import train_step
     from tests.step_runs import window_of
 
-    texts = [list(range(100 + 7 * row, 100 + 7 * row + ROW_TOKENS)) for row in range(ROWS)]
-    window = window_of(run, [[Document(tokens=text, supervised=[True] * ROW_TOKENS)] for text in texts])
+    texts = [tuple(range(100 + 7 * row, 100 + 7 * row + ROW_TOKENS)) for row in range(ROWS)]
+    window = window_of(run, [[Document(tokens=text, supervised=(True,) * ROW_TOKENS)] for text in texts])
 
     def take_step() -> None:
         train_step(run, window, learning_rate=1e-5).loss.item()

@@ -18,6 +18,8 @@ NO_TECHNIQUE = {
     "data.format",
     "data.train_on",
     "data.packing",
+    "data.sanitize_control_tokens",
+    "data.streaming",
     "data.on_too_long",
     "data.on_bad_record",
     "data.shuffle",
