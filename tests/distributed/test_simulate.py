@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -228,3 +229,24 @@ def test_small_model_is_what_the_numbers_say() -> None:
         WIDTH,
         LAYERS,
     )
+
+
+README_ROW = re.compile(r"^\| (\w[\w. ]+B) \| (\d+) ([\w ]+?) \| ([\d.]+) \| ([\d.]+) \| (yes|no)", re.M)
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(("model", "row"), [("qwen3-0.6b", "Qwen3 0.6B"), ("llama-3.1-8b", "Llama 3.1 8B")])
+def test_the_table_of_the_readme_is_what_simulate_says(model: str, row: str, tmp_path: Path) -> None:
+    """The last row of each of two models."""
+    found = [match for match in README_ROW.findall((ROOT / "README.md").read_text()) if match[0] == row]
+    _, count, gpu, needs, has, fits = found[-1]
+    (tmp_path / "config.json").write_text((ROOT / "benchmarks" / "models" / f"{model}.json").read_text())
+    values = {
+        "model": {"path": str(tmp_path)},
+        "data": {"seq_len": 4096},
+        "batch": {"global_batch_size": 4 * int(count), "micro_batch_size": 1},
+    }
+    said = run_ranks(simulation_runs.simulate_all, 1, {"it": values}, f"{count}x{gpu}")[0]["it"]["json"]
+    assert said["min_capacity_gib"] == pytest.approx(float(needs), abs=0.06)
+    assert said["limit"] == pytest.approx(float(has), abs=0.06)
+    assert said["fits"] == (fits == "yes")
