@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fsdp_trainer.attention import Documents
 from fsdp_trainer.errors import ConfigError
@@ -110,7 +111,8 @@ def _attention_windows(model: nn.Module, parts: ModelParts) -> dict[int, list[in
 
 
 def _run_on_fakes(decoder: Any, documents: Documents, dtype: torch.dtype) -> None:
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+    # A simulation that is being traced is not to count these.
+    with _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
         tensors = {
             name: torch.empty(parameter.shape, dtype=dtype)
             for name, parameter in decoder.named_parameters(remove_duplicate=False)
