@@ -202,18 +202,38 @@ def _simulate(
 
 @app.command()
 def verify(
-    folder: Annotated[Path, typer.Argument(help="A checkpoint (step-...) or an exported model.", metavar="FOLDER")],
+    folder: Annotated[
+        Path, typer.Argument(help="A checkpoint (step-...), an exported model, or a run folder.", metavar="FOLDER")
+    ],
 ) -> None:
     """Read every byte of a checkpoint or an exported model and compare it with what was written."""
     from fsdp_trainer.export_checksums import CHECKSUMS, verify_export
 
-    if (folder / CHECKSUMS).exists():
-        verify_export(folder)
-    else:
-        from fsdp_trainer.checkpoint_search import refuse_damage  # torch comes with it, which an export does not need
+    for part in _verifiable(folder):
+        if (part / CHECKSUMS).exists():
+            verify_export(part)
+        else:
+            from fsdp_trainer.checkpoint_search import refuse_damage  # torch comes with it; an export needs none
 
-        refuse_damage(folder)
-    print(f"{folder}: every byte is as it was written")
+            refuse_damage(part)
+        print(f"{part}: every byte is as it was written")
+
+
+def _verifiable(folder: Path) -> list[Path]:
+    """Return the checkpoints and exported models that `folder` is or, as a run folder, has."""
+    from fsdp_trainer.export_checksums import CHECKSUMS
+
+    if (folder / CHECKSUMS).exists() or folder.name.startswith("step-"):
+        return [folder]
+    found = [*sorted(folder.glob("checkpoints/step-*")), *(p.parent for p in folder.glob(f"model/{CHECKSUMS}"))]
+    if not found:
+        what = "The folder does not exist." if not folder.exists() else "This is neither a checkpoint nor an export."
+        raise ConfigError(
+            what,
+            values=f"{folder} has no {CHECKSUMS} and holds no checkpoints",
+            fix="give checkpoints/step-N of a run, an exported folder, or a run folder for all it has",
+        )
+    return found
 
 
 @app.command()

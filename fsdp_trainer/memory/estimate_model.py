@@ -162,12 +162,18 @@ def read_model_shape(source: str | Path | Mapping[str, Any]) -> ModelShape:
         raise ConfigError(
             "The model's config.json lacks what its memory depends on.",
             values=f"model_type: {family}; {type(error).__name__}: {error}",
-            fix="give the config.json that belongs to the weights",
+            fix="give the config.json that belongs to the weights, or leave out --quick",
         ) from error
 
 
 def _read_json(path: str) -> dict[str, Any]:
     file = Path(path)
+    if file.suffix == ".gguf" or (any(file.glob("*.gguf")) and not (file / "config.json").exists()):
+        raise ConfigError(
+            "The closed form reads a config.json, and a GGUF file has none.",
+            values=f"model.path: {path}",
+            fix="leave out --quick: the full simulator unpacks the file",
+        )
     file = file / "config.json" if file.is_dir() else file
     if not file.is_file():
         file = _cached(path) or file

@@ -342,7 +342,13 @@ def test_the_command_verifies_checkpoints_and_exports(saved: Path, model_folder:
         content = (folder / file).read_bytes()
         (folder / file).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         assert f"{file} is damaged" in run_ranks(verified, 1, str(folder))[0]
-    assert "there is no such folder" in run_ranks(verified, 1, str(tmp_path / "none"))[0]
+    assert "The folder does not exist." in run_ranks(verified, 1, str(tmp_path / "none"))[0]
+    (tmp_path / "notes").mkdir()
+    assert "neither a checkpoint nor an export" in run_ranks(verified, 1, str(tmp_path / "notes"))[0]
+    run = tmp_path / "run"
+    shutil.copytree(saved, run / "checkpoints" / saved.name)
+    shutil.copytree(tmp_path / "model-2", run / "model")
+    assert run_ranks(verified, 1, str(run))[0].count("every byte is as it was written") == 2, "all that a run has"
 
 
 def read_with_named_members(saved: str) -> tuple[bool, bool]:

@@ -35,7 +35,7 @@ def test_the_command_ends_with_the_message_and_nothing_else(model_folder: Folder
         assert word not in ended.stderr
     first, last = ended.stderr.split("[rank 0] ")[1].split("\nerror: ")
     assert last.startswith("the data file does not exist\n  found: nosuch.jsonl (looked in ")
-    assert last.splitlines()[-1].startswith("  to fix: give the path of a JSONL file")
+    assert last.splitlines()[-1].startswith("  to fix: give the path of a file or folder")
     assert first == f"error: {last.rstrip()}", "the rank's own words come first"
     assert "[rank 1]" not in ended.stderr, "it has nothing to add"
 
@@ -49,7 +49,7 @@ def test_the_agents_report_under_accelerate_launch_ends_with_the_message(model_f
     cause = ended.stderr[ended.stderr.index("Root Cause") :]
     assert "the data file does not exist" in cause
     assert "found: nosuch.jsonl (looked in " in cause
-    assert "to fix: give the path of a JSONL file" in cause
+    assert "to fix: give the path of a file or folder" in cause
 
 
 @pytest.mark.slow
