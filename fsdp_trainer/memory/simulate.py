@@ -19,7 +19,7 @@ def simulate(config: Config, hardware: Hardware, *, expandable_segments: bool = 
     `expandable_segments` replays torch's allocator with PYTORCH_ALLOC_CONF=expandable_segments:True. Rows are full and
     every token is supervised, which is the most a window can take. Raises ConfigError for a model that cannot be
     trained, and for a technique whose memory is not known here. Call it in a process of its own: no run may be active,
-    and torch's autograd knows no kind of device that is registered after its first backward (2.14, autograd/engine.cpp).
+    and torch's autograd knows no kind of device that is registered after its first backward (2.14, engine.cpp).
     """
     check_known(config)
     check_precision(config.precision, hardware)
