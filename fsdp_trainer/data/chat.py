@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from fsdp_trainer.data.formats import Chat, RecordError
+from fsdp_trainer.data.formats import Chat, RecordError, mark_parts
 from fsdp_trainer.data.tokens import ControlTokens, build_control_tokens, is_hiding, texts_in
 from fsdp_trainer.errors import DataError
 
@@ -102,6 +102,7 @@ def chat_pieces(chat: Chat, *, template: ChatTemplate, train_on: str) -> tuple[l
     if targets and not filled:
         raise Dropped("empty answer")
     chat, notes = _without_control_tokens(chat, template=template)
+    _check_parts(chat, template=template)
     if train_on == "all":
         return [Piece(_render_chat(template, chat)[0], True)], notes
     if not targets:
@@ -214,16 +215,34 @@ def _answer_end(text: str, start: int, message: dict[str, Any], *, template: Cha
     return end + len(template.turn_end)
 
 
+def _check_parts(chat: Chat, *, template: ChatTemplate) -> None:
+    """Refuse a template that leaves out a tool, a call or the last reasoning, anywhere in the conversation."""
+    marked, parts = mark_parts(chat)
+    text = _render_chat(template, marked)[0] if parts else ""
+    if (lost := next((what for mark, what in parts.items() if mark not in text), None)) is not None:
+        raise RecordError("template error", f"the chat template does not write {lost}; use one that does")
+
+
 def _check_whole_answer(written: str, message: dict[str, Any], *, index: int, asked: str) -> None:
     """Refuse a template that leaves part of an answer out (DeepSeek R1: the reasoning); blanks may differ."""
     squeezed = "".join(written.split())
-    for text in _answer_texts(message):
-        if "".join(text.split()) not in squeezed:
-            other = "" if asked == "last_assistant" else "data.train_on: last_assistant where it keeps the last, "
-            raise _no_mask(
-                f"the template leaves out or rewrites part of messages[{index}] ({text.strip()[:40]!r})",
-                fix=f"or {other}or data.train_on: all",
-            )
+    at = 0
+    for text in _answer_texts(message):  # one after the other: a short reasoning may stand in the answer's text as well
+        wanted = "".join(text.split())
+        at = squeezed.find(wanted, at) + len(wanted)
+        if at < len(wanted):
+            raise _left_out(repr(text.strip()[:40]), index=index, asked=asked)
+    for call in message.get("tool_calls", ()):
+        if "".join(call["function"]["name"].split()) not in squeezed:
+            raise _left_out(f"the tool call {call['function']['name']!r}", index=index, asked=asked)
+
+
+def _left_out(what: str, *, index: int, asked: str) -> RecordError:
+    other = "" if asked == "last_assistant" else "data.train_on: last_assistant where it keeps the last, "
+    return _no_mask(
+        f"the template leaves out or rewrites part of messages[{index}] ({what})",
+        fix=f"or {other}or data.train_on: all",
+    )
 
 
 def _cut(text: str, spans: Sequence[tuple[int, int]]) -> list[Piece]:

@@ -6,7 +6,7 @@ Every shape becomes one of two things: a chat (a list of messages) or plain text
 import difflib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdp_trainer.config import COLUMNS
@@ -99,23 +99,40 @@ def example_from_record(record: dict[str, Any], name: str) -> Chat | Plain:
     return Chat(messages, tools=tools)
 
 
-def find_lost(chat: Chat, text: str) -> str | None:
-    """Return what of a conversation's tools, calls and last reasoning a rendered text does not show; None when all is.
+def mark_parts(chat: Chat) -> tuple[Chat, dict[str, str]]:
+    """Return the conversation with a mark in each tool, call and last reasoning, and what each mark stands for.
 
-    A template that knows nothing of tools leaves them out silently, and the model would learn another task.
+    A template that knows nothing of tools leaves them out silently, and the model would learn another task. Whether a
+    tool's own name stands in the text shows nothing: people write such words ("weather"). The marks stand
+    nowhere else.
     """
+    parts: dict[str, str] = {}
+
+    def mark(what: str) -> str:
+        name = f"fsdpTrainerPart{len(parts)}End"
+        parts[name] = what
+        return name
+
+    tools = []
     for tool in chat.tools:
-        if _function_name(tool) not in text:
-            return f"the tool {_function_name(tool)!r} of 'tools'"
+        name = _function_name(tool)
+        marked = {"name": name + mark(f"the tool {name!r} of 'tools'")}
+        tools.append(tool | ({"function": tool["function"] | marked} if "function" in tool else marked))
+    messages = []
     for index, message in enumerate(chat.messages):
+        calls = []
         for call in message.get("tool_calls", ()):
-            if call["function"]["name"] not in text:
-                return f"the tool call {call['function']['name']!r} of messages[{index}]"
+            function = call["function"]
+            # In the arguments: a template may write a call's id, which holds the name, in place of the name (Kimi K2).
+            name = mark(f"the tool call {function['name']!r} of messages[{index}]")
+            calls.append(call | {"function": function | {"arguments": function["arguments"] | {name: name}}})
+        messages.append(message | {"tool_calls": calls} if calls else message)
     # Of earlier turns many templates leave the reasoning out on purpose, as the model's own chats do.
-    last = chat.messages[-1]
-    if last["role"] == "assistant" and last.get("reasoning_content", "").strip() not in text:
-        return "the reasoning of the last answer"
-    return None
+    last = messages[-1]
+    if last["role"] == "assistant" and last.get("reasoning_content", "").strip():
+        name = mark("the reasoning of the last answer")
+        messages[-1] = last | {key: f"{last[key].rstrip()} {name}" for key in _REASONING_KEYS if key in last}
+    return replace(chat, messages=tuple(messages), tools=tuple(tools)), parts
 
 
 def _fitting_format(record: dict[str, Any]) -> str | None:
