@@ -98,9 +98,16 @@ def chat_pieces(chat: Chat, *, template: ChatTemplate, train_on: str) -> tuple[l
     """
     answers = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
     targets = [index for index in answers if index >= chat.first_target]
-    filled = [index for index in targets if _is_filled(chat.messages[index])]
+    trained = [index for index in targets if chat.messages[index].get("train", True)]
+    filled = [index for index in trained if _is_filled(chat.messages[index])]
+    if train_on == "all" and len(trained) < len(targets):
+        raise RecordError(
+            "not supported",
+            "an answer is marked as not to be trained on (weight 0 or train false), and data.train_on: all trains on "
+            "every token; set data.train_on: assistant, or leave out the mark",
+        )
     if targets and not filled:
-        raise Dropped("empty answer")
+        raise Dropped("empty answer" if trained else "every answer marked as not to be trained on")
     chat, notes = _without_control_tokens(chat, template=template)
     _check_parts(chat, template=template)
     if train_on == "all":

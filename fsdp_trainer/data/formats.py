@@ -41,7 +41,8 @@ class Chat:
     """A conversation; only assistant turns from message `first_target` on may be targets.
 
     A message has `role` and `content` (text, "" for none), and where the record has them `tool_calls` (each with its
-    arguments as an object, as templates expect them), `reasoning_content`, `tool_call_id` and `name`.
+    arguments as an object, as templates expect them), `reasoning_content`, `tool_call_id` and `name`. `train` is False
+    in an answer that the record marks as no target, and stands nowhere else.
     """
 
     messages: tuple[dict[str, Any], ...]
@@ -197,7 +198,30 @@ def _message(value: Any, at: str) -> dict[str, Any]:
             # Templates differ in the name they read; the record's own name stays beside the usual one.
             message[key] = message["reasoning_content"] = _string(value[key], f"{at}.{key}")
     message |= {key: _string(value[key], f"{at}.{key}") for key in ("tool_call_id", "name") if key in value}
-    return message
+    return message if _is_trained(value, at, role=role) else message | {"train": False}
+
+
+def _is_trained(value: dict[str, Any], at: str, *, role: str) -> bool:
+    """Read the mark of one answer: `weight` 0 or 1, as OpenAI's fine-tuning files have it, or `train` true or false."""
+    if role != "assistant":
+        if value.get("train") is True:
+            raise RecordError(
+                "not supported",
+                f"{at}.train is true for the role {role!r}; only answers are targets (or everything, by data.train_on)",
+            )
+        return True
+    known = {"weight": (0, 1), "train": (False, True)}
+    for key, allowed in known.items():
+        if key in value and (value[key] not in allowed or (key == "train" and not isinstance(value[key], bool))):
+            raise RecordError(
+                "not supported",
+                f"{at}.{key} is {_shown(value[key])}; an answer is a target (weight 1, train true) or is none (weight "
+                "0, train false)",
+            )
+    marks = {bool(value[key]) for key in known if key in value}
+    if len(marks) == 2:
+        raise RecordError("not supported", f"{at}.weight and {at}.train contradict each other; leave out one of them")
+    return marks != {False}
 
 
 def _role(role: Any, at: str, *, key: str) -> str:
