@@ -19,7 +19,7 @@ from fsdp_trainer.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_PROBE = "PROBE"
+_QUESTION, _PROBE = "ASKED", "PROBE"
 
 # What is worth counting about records that are trained on; a report says what each means.
 TYPED_CONTROL = "control tokens in messages"
@@ -49,7 +49,7 @@ class ChatTemplate:
     source: str
     variables: dict[str, Any]  # bos_token and the like, which templates write out
     turn_end: str | None  # text of the token that ends an assistant turn; None: no such token was found
-    has_markers: bool  # generation markers that cover the end of the turn
+    has_markers: bool  # generation markers that cover an answer with the end of its turn, and no question
     control: ControlTokens
     sanitize: bool  # typed control tokens become plain text
 
@@ -76,7 +76,7 @@ def build_chat_template(source: str, *, tokenizer: "PreTrainedTokenizerBase", sa
     control = build_control_tokens(tokenizer)
     variables = dict(tokenizer.special_tokens_map)
     bare = ChatTemplate(source, variables, turn_end=None, has_markers=False, control=control, sanitize=sanitize)
-    probe = ({"role": "user", "content": "question"}, {"role": "assistant", "content": _PROBE})
+    probe = ({"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _PROBE})
     try:
         text, spans = _render(bare, probe, markers="endgeneration" in source)
     except jinja2.TemplateSyntaxError as error:
@@ -87,7 +87,9 @@ def build_chat_template(source: str, *, tokenizer: "PreTrainedTokenizerBase", sa
         return bare
     end = control.pattern.search(text, text.rfind(_PROBE) + len(_PROBE)) if _PROBE in text else None
     turn_end = end.group() if end else None
-    covered = bool(spans) and (turn_end is None or turn_end in text[spans[-1][0] : spans[-1][1]])
+    marked = [text[start:stop] for start, stop in spans]
+    covered = bool(marked) and _PROBE in marked[-1] and (turn_end is None or turn_end in marked[-1])
+    covered = covered and not any(_QUESTION in stretch for stretch in marked)
     return ChatTemplate(source, variables, turn_end=turn_end, has_markers=covered, control=control, sanitize=sanitize)
 
 

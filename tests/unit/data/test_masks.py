@@ -121,6 +121,28 @@ def test_markers_without_the_end_of_turn_give_way_to_the_prefix(prepared, shown,
     assert not report.warnings
 
 
+ONE_TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+ASKS = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+GENERATION, END = "{% generation %}", "{% endgeneration %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        f"{GENERATION}{{% for m in messages %}}{ONE_TURN}{{% endfor %}}{END}",
+        f"{{% for m in messages %}}{GENERATION}{ONE_TURN}{END}{{% endfor %}}",
+        f"{{% for m in messages %}}{{% if m.role == 'user' %}}{GENERATION}{ONE_TURN}{END}{{% else %}}{ONE_TURN}"
+        "{% endif %}{% endfor %}",
+    ],
+    ids=["all in one", "every turn", "the questions"],
+)
+@pytest.mark.parametrize("turns", [("hi there", "yo"), ("hi there", "yo", "and you", "fine")])
+def test_markers_that_cover_a_question_give_way_to_the_prefix(prepared, shown, jsonl, template: str, turns: tuple):
+    tokenizer = build_tokenizer(template=template + ASKS)
+    text = shown(prepared(jsonl(chat(*turns)), tokenizer=tokenizer)[0], tokenizer=tokenizer)[0]
+    assert [part.split("⟧")[0] for part in text.split("⟦")[1:]] == [f"{answer}<|im_end|>" for answer in turns[1::2]]
+
+
 def test_markers_and_prefix_agree_but_for_the_newline_after_the_end(prepared):
     marked, _ = prepared("d10_multi_turn_chat", chat_template=MARKERS)
     plain, _ = prepared("d10_multi_turn_chat")
