@@ -5,6 +5,7 @@ Every shape becomes one of two things: a chat (a list of messages) or plain text
 
 import difflib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,14 +27,21 @@ FORMATS = tuple(_KEYS)
 assert {key for keys in _KEYS.values() for key in keys} <= set(COLUMNS)
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _READY_MADE = "ready-made tokens (key 'input_ids') are not read: give text, which the model's own tokenizer encodes"
+# C0 (but tab and newline), DEL, C1, and Unicode's controls of the writing direction.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def visible(text: str) -> str:
+    """Return text with its control characters written out as escapes, so that data cannot steer a terminal."""
+    return _CONTROLS.sub(lambda match: ascii(match.group())[1:-1], text)
 
 
 class RecordError(Exception):
     """One record cannot be used; `kind` is what it is counted under when bad records are skipped."""
 
     def __init__(self, kind: str, what: str) -> None:
-        self.kind, self.what = kind, what
-        super().__init__(what)
+        self.kind, self.what = kind, visible(what)
+        super().__init__(self.what)
 
 
 @dataclass(frozen=True)
