@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from fsdp_trainer.data.formats import Chat, RecordError
+from fsdp_trainer.data.formats import Chat, RecordError, mark_parts
 from fsdp_trainer.data.tokens import ControlTokens, build_control_tokens, is_hiding, texts_in
 from fsdp_trainer.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_PROBE = "PROBE"
+_QUESTION, _PROBE = "ASKED", "PROBE"
 
 # What is worth counting about records that are trained on; a report says what each means.
 TYPED_CONTROL = "control tokens in messages"
@@ -49,7 +49,7 @@ class ChatTemplate:
     source: str
     variables: dict[str, Any]  # bos_token and the like, which templates write out
     turn_end: str | None  # text of the token that ends an assistant turn; None: no such token was found
-    has_markers: bool  # generation markers that cover the end of the turn
+    has_markers: bool  # generation markers that cover an answer with the end of its turn, and no question
     control: ControlTokens
     sanitize: bool  # typed control tokens become plain text
 
@@ -76,7 +76,7 @@ def build_chat_template(source: str, *, tokenizer: "PreTrainedTokenizerBase", sa
     control = build_control_tokens(tokenizer)
     variables = dict(tokenizer.special_tokens_map)
     bare = ChatTemplate(source, variables, turn_end=None, has_markers=False, control=control, sanitize=sanitize)
-    probe = ({"role": "user", "content": "question"}, {"role": "assistant", "content": _PROBE})
+    probe = ({"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _PROBE})
     try:
         text, spans = _render(bare, probe, markers="endgeneration" in source)
     except jinja2.TemplateSyntaxError as error:
@@ -87,7 +87,9 @@ def build_chat_template(source: str, *, tokenizer: "PreTrainedTokenizerBase", sa
         return bare
     end = control.pattern.search(text, text.rfind(_PROBE) + len(_PROBE)) if _PROBE in text else None
     turn_end = end.group() if end else None
-    covered = bool(spans) and (turn_end is None or turn_end in text[spans[-1][0] : spans[-1][1]])
+    marked = [text[start:stop] for start, stop in spans]
+    covered = bool(marked) and _PROBE in marked[-1] and (turn_end is None or turn_end in marked[-1])
+    covered = covered and not any(_QUESTION in stretch for stretch in marked)
     return ChatTemplate(source, variables, turn_end=turn_end, has_markers=covered, control=control, sanitize=sanitize)
 
 
@@ -98,10 +100,18 @@ def chat_pieces(chat: Chat, *, template: ChatTemplate, train_on: str) -> tuple[l
     """
     answers = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
     targets = [index for index in answers if index >= chat.first_target]
-    filled = [index for index in targets if _is_filled(chat.messages[index])]
+    trained = [index for index in targets if chat.messages[index].get("train", True)]
+    filled = [index for index in trained if _is_filled(chat.messages[index])]
+    if train_on == "all" and len(trained) < len(targets):
+        raise RecordError(
+            "not supported",
+            "an answer is marked as not to be trained on (weight 0 or train false), and data.train_on: all trains on "
+            "every token; set data.train_on: assistant, or leave out the mark",
+        )
     if targets and not filled:
-        raise Dropped("empty answer")
+        raise Dropped("empty answer" if trained else "every answer marked as not to be trained on")
     chat, notes = _without_control_tokens(chat, template=template)
+    _check_parts(chat, template=template)
     if train_on == "all":
         return [Piece(_render_chat(template, chat)[0], True)], notes
     if not targets:
@@ -214,16 +224,34 @@ def _answer_end(text: str, start: int, message: dict[str, Any], *, template: Cha
     return end + len(template.turn_end)
 
 
+def _check_parts(chat: Chat, *, template: ChatTemplate) -> None:
+    """Refuse a template that leaves out a tool, a call or the last reasoning, anywhere in the conversation."""
+    marked, parts = mark_parts(chat)
+    text = _render_chat(template, marked)[0] if parts else ""
+    if (lost := next((what for mark, what in parts.items() if mark not in text), None)) is not None:
+        raise RecordError("template error", f"the chat template does not write {lost}; use one that does")
+
+
 def _check_whole_answer(written: str, message: dict[str, Any], *, index: int, asked: str) -> None:
     """Refuse a template that leaves part of an answer out (DeepSeek R1: the reasoning); blanks may differ."""
     squeezed = "".join(written.split())
-    for text in _answer_texts(message):
-        if "".join(text.split()) not in squeezed:
-            other = "" if asked == "last_assistant" else "data.train_on: last_assistant where it keeps the last, "
-            raise _no_mask(
-                f"the template leaves out or rewrites part of messages[{index}] ({text.strip()[:40]!r})",
-                fix=f"or {other}or data.train_on: all",
-            )
+    at = 0
+    for text in _answer_texts(message):  # one after the other: a short reasoning may stand in the answer's text as well
+        wanted = "".join(text.split())
+        at = squeezed.find(wanted, at) + len(wanted)
+        if at < len(wanted):
+            raise _left_out(repr(text.strip()[:40]), index=index, asked=asked)
+    for call in message.get("tool_calls", ()):
+        if "".join(call["function"]["name"].split()) not in squeezed:
+            raise _left_out(f"the tool call {call['function']['name']!r}", index=index, asked=asked)
+
+
+def _left_out(what: str, *, index: int, asked: str) -> RecordError:
+    other = "" if asked == "last_assistant" else "data.train_on: last_assistant where it keeps the last, "
+    return _no_mask(
+        f"the template leaves out or rewrites part of messages[{index}] ({what})",
+        fix=f"or {other}or data.train_on: all",
+    )
 
 
 def _cut(text: str, spans: Sequence[tuple[int, int]]) -> list[Piece]:

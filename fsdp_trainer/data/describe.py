@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.text import Text
 
+from fsdp_trainer.data.formats import visible
 from fsdp_trainer.data.report import DataReport
 from fsdp_trainer.data.rows import Rows
 from fsdp_trainer.errors import DataError
@@ -40,9 +41,13 @@ def sample_pieces(
 def format_sample(
     rows: Rows, index: int, *, tokenizer: "PreTrainedTokenizerBase", max_tokens: int = 400, colour: bool = True
 ) -> Text:
-    """Format one row: supervised text green and underlined, or between ⟦ and ⟧ where there is no colour."""
+    """Format one row: supervised text green and underlined, or between ⟦ and ⟧ where there is no colour.
+
+    Control characters of the data stand as escapes.
+    """
     text = Text()
     for piece, supervised in sample_pieces(rows, index, tokenizer=tokenizer, max_tokens=max_tokens):
+        piece = visible(piece)
         if not supervised:
             text.append(piece)
         elif colour:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 
 from fsdp_trainer.data.chat import ChatTemplate, Dropped, Piece, build_chat_template, chat_pieces
-from fsdp_trainer.data.formats import Chat, RecordError, find_lost
+from fsdp_trainer.data.formats import Chat, RecordError
 from fsdp_trainer.data.sources import BadRecord, Example
 from fsdp_trainer.data.tokens import TextTokenizer, build_control_tokens, build_text_tokenizer, is_hiding
 from fsdp_trainer.errors import DataError
@@ -221,10 +221,7 @@ def _pieces(example: Example, *, encoder: Encoder) -> tuple[list[Piece], list[st
                 values=f"{example.where}; tokenizer {encoder.tokenizer.name}",
                 fix="set data.chat_template to a Jinja file, or model.tokenizer to one with a template",
             )
-        pieces, notes = chat_pieces(content, template=encoder.template, train_on=encoder.train_on)
-        if (lost := find_lost(content, "".join(piece.text for piece in pieces))) is not None:
-            raise RecordError("template error", f"the chat template does not write {lost}; use one that does")
-        return pieces, notes
+        return chat_pieces(content, template=encoder.template, train_on=encoder.train_on)
     if not content.completion.strip():
         raise Dropped("empty completion" if content.prompt else "empty text")
     if is_hiding(content.prompt) or is_hiding(content.completion):

@@ -5,8 +5,9 @@ Every shape becomes one of two things: a chat (a list of messages) or plain text
 
 import difflib
 import json
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdp_trainer.config import COLUMNS
@@ -26,14 +27,21 @@ FORMATS = tuple(_KEYS)
 assert {key for keys in _KEYS.values() for key in keys} <= set(COLUMNS)
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _READY_MADE = "ready-made tokens (key 'input_ids') are not read: give text, which the model's own tokenizer encodes"
+# C0 (but tab and newline), DEL, C1, and Unicode's controls of the writing direction.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def visible(text: str) -> str:
+    """Return text with its control characters written out as escapes, so that data cannot steer a terminal."""
+    return _CONTROLS.sub(lambda match: ascii(match.group())[1:-1], text)
 
 
 class RecordError(Exception):
     """One record cannot be used; `kind` is what it is counted under when bad records are skipped."""
 
     def __init__(self, kind: str, what: str) -> None:
-        self.kind, self.what = kind, what
-        super().__init__(what)
+        self.kind, self.what = kind, visible(what)
+        super().__init__(self.what)
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,8 @@ class Chat:
     """A conversation; only assistant turns from message `first_target` on may be targets.
 
     A message has `role` and `content` (text, "" for none), and where the record has them `tool_calls` (each with its
-    arguments as an object, as templates expect them), `reasoning_content`, `tool_call_id` and `name`.
+    arguments as an object, as templates expect them), `reasoning_content`, `tool_call_id` and `name`. `train` is False
+    in an answer that the record marks as no target, and stands nowhere else.
     """
 
     messages: tuple[dict[str, Any], ...]
@@ -99,23 +108,40 @@ def example_from_record(record: dict[str, Any], name: str) -> Chat | Plain:
     return Chat(messages, tools=tools)
 
 
-def find_lost(chat: Chat, text: str) -> str | None:
-    """Return what of a conversation's tools, calls and last reasoning a rendered text does not show; None when all is.
+def mark_parts(chat: Chat) -> tuple[Chat, dict[str, str]]:
+    """Return the conversation with a mark in each tool, call and last reasoning, and what each mark stands for.
 
-    A template that knows nothing of tools leaves them out silently, and the model would learn another task.
+    A template that knows nothing of tools leaves them out silently, and the model would learn another task. Whether a
+    tool's own name stands in the text shows nothing: people write such words ("weather"). The marks stand
+    nowhere else.
     """
+    parts: dict[str, str] = {}
+
+    def mark(what: str) -> str:
+        name = f"fsdpTrainerPart{len(parts)}End"
+        parts[name] = what
+        return name
+
+    tools = []
     for tool in chat.tools:
-        if _function_name(tool) not in text:
-            return f"the tool {_function_name(tool)!r} of 'tools'"
+        name = _function_name(tool)
+        marked = {"name": name + mark(f"the tool {name!r} of 'tools'")}
+        tools.append(tool | ({"function": tool["function"] | marked} if "function" in tool else marked))
+    messages = []
     for index, message in enumerate(chat.messages):
+        calls = []
         for call in message.get("tool_calls", ()):
-            if call["function"]["name"] not in text:
-                return f"the tool call {call['function']['name']!r} of messages[{index}]"
+            function = call["function"]
+            # In the arguments: a template may write a call's id, which holds the name, in place of the name (Kimi K2).
+            name = mark(f"the tool call {function['name']!r} of messages[{index}]")
+            calls.append(call | {"function": function | {"arguments": function["arguments"] | {name: name}}})
+        messages.append(message | {"tool_calls": calls} if calls else message)
     # Of earlier turns many templates leave the reasoning out on purpose, as the model's own chats do.
-    last = chat.messages[-1]
-    if last["role"] == "assistant" and last.get("reasoning_content", "").strip() not in text:
-        return "the reasoning of the last answer"
-    return None
+    last = messages[-1]
+    if last["role"] == "assistant" and last.get("reasoning_content", "").strip():
+        name = mark("the reasoning of the last answer")
+        messages[-1] = last | {key: f"{last[key].rstrip()} {name}" for key in _REASONING_KEYS if key in last}
+    return replace(chat, messages=tuple(messages), tools=tuple(tools)), parts
 
 
 def _fitting_format(record: dict[str, Any]) -> str | None:
@@ -180,7 +206,30 @@ def _message(value: Any, at: str) -> dict[str, Any]:
             # Templates differ in the name they read; the record's own name stays beside the usual one.
             message[key] = message["reasoning_content"] = _string(value[key], f"{at}.{key}")
     message |= {key: _string(value[key], f"{at}.{key}") for key in ("tool_call_id", "name") if key in value}
-    return message
+    return message if _is_trained(value, at, role=role) else message | {"train": False}
+
+
+def _is_trained(value: dict[str, Any], at: str, *, role: str) -> bool:
+    """Read the mark of one answer: `weight` 0 or 1, as OpenAI's fine-tuning files have it, or `train` true or false."""
+    if role != "assistant":
+        if value.get("train") is True:
+            raise RecordError(
+                "not supported",
+                f"{at}.train is true for the role {role!r}; only answers are targets (or everything, by data.train_on)",
+            )
+        return True
+    known = {"weight": (0, 1), "train": (False, True)}
+    for key, allowed in known.items():
+        if key in value and (value[key] not in allowed or (key == "train" and not isinstance(value[key], bool))):
+            raise RecordError(
+                "not supported",
+                f"{at}.{key} is {_shown(value[key])}; an answer is a target (weight 1, train true) or is none (weight "
+                "0, train false)",
+            )
+    marks = {bool(value[key]) for key in known if key in value}
+    if len(marks) == 2:
+        raise RecordError("not supported", f"{at}.weight and {at}.train contradict each other; leave out one of them")
+    return marks != {False}
 
 
 def _role(role: Any, at: str, *, key: str) -> str:

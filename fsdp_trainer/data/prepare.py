@@ -242,13 +242,22 @@ def _held_out_digests(examples: Iterable[Example | BadRecord], *, share: float, 
 
     By content, not by place: a record that stands twice falls on one side with both copies, so nothing leaks.
     """
-    digests = {example.digest for example in _examples(examples)}
+    digests: set[int] = set()
+    bad: list[BadRecord] = []
+    for example in examples:
+        if isinstance(example, Example):
+            digests.add(example.digest)
+        else:
+            bad.append(example)
+    if not digests:  # the share is not what is wrong: the encoding of the broken records says what is
+        return digests
     drawn = sorted(digests, key=lambda digest: xxhash.xxh3_64_intdigest(digest.to_bytes(8, "little"), seed=seed))
     held_out = set(drawn[: max(1, round(share * len(drawn)))])
     if len(held_out) == len(drawn):
         raise DataError(
             "data.eval takes every record and leaves none to train on",
-            values=f"share {share} of {len(drawn)} different records",
+            values=f"share {share} of {len(drawn)} different records"
+            + (f", beside {len(bad)} bad ones; first: {bad[0].where}: {bad[0].what}" if bad else ""),
             fix="lower data.eval, give a file of its own, or add records",
         )
     return held_out

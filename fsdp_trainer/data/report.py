@@ -159,8 +159,8 @@ def _loss_warnings(lost: int, *, truncated: int, records: int, data: "DataConfig
 def _percentiles(lengths: np.ndarray) -> dict[str, int]:
     if not len(lengths):
         return {}
-    # "lower": a length that a record really has
-    return {str(share): int(np.percentile(lengths, share, method="lower")) for share in _PERCENTILES}
+    # The nearest rank: a length that a record really has, and that so many of them are no longer than
+    return {str(share): int(np.percentile(lengths, share, method="inverted_cdf")) for share in _PERCENTILES}
 
 
 def _bars(lengths: np.ndarray) -> tuple[tuple[int, int], ...]:

@@ -84,3 +84,16 @@ def test_128_what_is_cut_is_counted_and_lengths_are_shown(prepared):
     assert "record lengths in tokens:" in text
     assert "(99 %)" in text
     assert sum(count for _, count in cut.length_bars) == 3
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [(4, {"5": 1, "25": 1, "50": 2, "75": 3, "95": 4, "99": 4}), (100, {str(p): p for p in (5, 25, 50, 75, 95, 99)})],
+)
+def test_128_a_percentile_is_the_nearest_rank(prepared, tokenizer, jsonl, count: int, expected: dict[str, int]):
+    """Of a few records the longest must be seen: 99 % of four are all four."""
+    texts = [{"text": "\N{CJK UNIFIED IDEOGRAPH-4E2D}" * number} for number in range(1, count + 1)]
+    one, two = (len(tokenizer(record["text"])["input_ids"]) for record in texts[:2])
+    _, report = prepared(jsonl(*texts), seq_len=2048)
+    found = {share: (length - 1) // (two - one) for share, length in report.length_percentiles.items()}  # without eos
+    assert found == expected

@@ -39,6 +39,64 @@ def test_last_assistant_only(prepared, shown):
     assert "⟦yes<|im_end|>⟧" in shown(rows)[3]
 
 
+NOT_TRAINED = [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"weight": 0, "train": False}]
+
+
+def marked_chat(*marks: dict) -> dict:
+    """Answers b0, b1, ... to questions a0, a1, ..., each with its mark."""
+    pairs = [
+        ({"role": "user", "content": f"a{number}"}, {"role": "assistant", "content": f"b{number}", **mark})
+        for number, mark in enumerate(marks)
+    ]
+    return {"messages": [message for pair in pairs for message in pair]}
+
+
+@pytest.mark.parametrize("template", [MARKERS, "t01_chatml_no_generation_markers.jinja"])
+@pytest.mark.parametrize("mark", NOT_TRAINED)
+def test_an_answer_marked_as_not_to_be_trained_is_context_alone(prepared, shown, jsonl, mark: dict, template: str):
+    file = jsonl(marked_chat(mark, {"weight": 1, "train": True}, {}, mark))
+    text = shown(prepared(file, chat_template=template)[0])[0]
+    assert [part[:2] for part in text.split("⟦")[1:]] == ["b1", "b2"]
+    assert "b0<|im_end|>" in text
+    last = shown(prepared(file, chat_template=template, train_on="last_assistant")[0])[0]
+    assert [part[:2] for part in last.split("⟦")[1:]] == ["b2"]
+    assert text.replace("⟦", "").replace("⟧", "") == last.replace("⟦", "").replace("⟧", "")
+
+
+def test_a_mark_holds_whatever_shape_the_record_has(prepared, shown, jsonl):
+    turns = [("human", "a", {}), ("gpt", "b", {"weight": 0}), ("human", "c", {}), ("gpt", "d", {})]
+    shaped = {"system": "s", "conversations": [{"from": role, "value": text} | mark for role, text, mark in turns]}
+    pair = {"prompt": marked_chat({})["messages"], "completion": marked_chat({"train": False}, {})["messages"]}
+    for record, targets in ((shaped, ["d"]), (pair, ["b1"])):
+        text = shown(prepared(jsonl(record))[0])[0]
+        assert [part.split("<|im_end|>")[0] for part in text.split("⟦")[1:]] == targets
+
+
+def test_a_record_whose_answers_are_all_marked_is_dropped_and_counted(prepared, jsonl):
+    _, report = prepared(jsonl(marked_chat({"weight": 0}), marked_chat({})))
+    assert report.dropped == {"every answer marked as not to be trained on": 1}
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [{"weight": 0.5}, {"weight": 2}, {"weight": "0"}, {"train": 0}, {"train": "false"}, {"weight": 1, "train": False}],
+)
+def test_another_mark_is_refused_by_line(prepared, jsonl, mark: dict):
+    with pytest.raises(DataError, match=r"records.jsonl:2: messages\[1\]\.(weight|train)"):
+        prepared(jsonl(marked_chat({}), marked_chat(mark)))
+
+
+def test_a_mark_that_asks_for_more_than_answers_or_for_less_than_all_is_refused(prepared, jsonl):
+    asked = {"messages": [{"role": "user", "content": "a", "train": True}, {"role": "assistant", "content": "b"}]}
+    with pytest.raises(DataError, match=r"records.jsonl:1: messages\[0\].train"):
+        prepared(jsonl(asked))
+    for others in ((), ({},)):
+        with pytest.raises(DataError, match=r"records.jsonl:1: .*data.train_on: assistant"):
+            prepared(jsonl(marked_chat({"weight": 0}, *others)), train_on="all")
+    defaults = {"messages": [message | {"train": False} for message in asked["messages"][:1]] + asked["messages"][1:]}
+    assert prepared(jsonl(defaults), train_on="all")[1].documents == 1  # a table has the mark in every message
+
+
 def test_train_on_all_leaves_out_the_first_token_only(prepared):
     rows, _ = prepared("d10_multi_turn_chat", train_on="all")
     assert np.array_equal(np.flatnonzero(~rows.supervised), rows.document_starts[:-1])
@@ -61,6 +119,28 @@ def test_markers_without_the_end_of_turn_give_way_to_the_prefix(prepared, shown,
     rows, report = prepared(jsonl(chat("q", "hello")), tokenizer=tokenizer)
     assert shown(rows, tokenizer=tokenizer)[0].endswith("⟦hello<|im_end|>⟧\n")
     assert not report.warnings
+
+
+ONE_TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+ASKS = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+GENERATION, END = "{% generation %}", "{% endgeneration %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        f"{GENERATION}{{% for m in messages %}}{ONE_TURN}{{% endfor %}}{END}",
+        f"{{% for m in messages %}}{GENERATION}{ONE_TURN}{END}{{% endfor %}}",
+        f"{{% for m in messages %}}{{% if m.role == 'user' %}}{GENERATION}{ONE_TURN}{END}{{% else %}}{ONE_TURN}"
+        "{% endif %}{% endfor %}",
+    ],
+    ids=["all in one", "every turn", "the questions"],
+)
+@pytest.mark.parametrize("turns", [("hi there", "yo"), ("hi there", "yo", "and you", "fine")])
+def test_markers_that_cover_a_question_give_way_to_the_prefix(prepared, shown, jsonl, template: str, turns: tuple):
+    tokenizer = build_tokenizer(template=template + ASKS)
+    text = shown(prepared(jsonl(chat(*turns)), tokenizer=tokenizer)[0], tokenizer=tokenizer)[0]
+    assert [part.split("⟧")[0] for part in text.split("⟦")[1:]] == [f"{answer}<|im_end|>" for answer in turns[1::2]]
 
 
 def test_markers_and_prefix_agree_but_for_the_newline_after_the_end(prepared):

@@ -148,6 +148,21 @@ def test_a_share_that_leaves_nothing_to_train_on(prepared, jsonl):
         prepared(jsonl(*numbered(1)), eval=0.5)
 
 
+@pytest.mark.parametrize("settings", [{}, {"on_bad_record": "skip"}])
+def test_where_every_line_is_broken_the_share_to_evaluate_on_is_not_blamed(prepared, jsonl, settings: dict):
+    for path in (jsonl("x", "y"), jsonl({"prompt": "a"}, {"prompt": "b"}, name="half.jsonl")):
+        with pytest.raises(DataError, match=rf"{path.name}:1") as error:
+            prepared(path, eval=0.5, **settings)
+        assert "data.eval" not in str(error.value)
+
+
+def test_the_broken_lines_beside_the_one_record_that_evaluates_are_named(prepared, jsonl):
+    with pytest.raises(DataError, match=r"takes every record") as error:
+        prepared(jsonl(*numbered(1), "x", "y"), eval=0.5, on_bad_record="skip")
+    assert "2 bad ones" in str(error.value)
+    assert "records.jsonl:2: " in str(error.value)
+
+
 def test_where_evaluation_comes_from():
     assert evaluation_source(DataConfig(train="a.jsonl", eval=0.02)) == "a.jsonl"
     assert evaluation_source(DataConfig(train="a.jsonl", eval="b.jsonl")) == "b.jsonl"

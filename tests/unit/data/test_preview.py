@@ -9,9 +9,11 @@ import pytest
 
 from fsdp_trainer import cli
 from fsdp_trainer.config import Config
+from fsdp_trainer.data.describe import format_sample
 from fsdp_trainer.data.report import DataReport
 from fsdp_trainer.training_data import load_training_data
 from tests import models
+from tests.unit.data.toy_tokenizer import CHATML, build_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -130,3 +132,28 @@ def test_few_targets_are_warned_about(settings: Path, capsys: pytest.CaptureFixt
     models.write_jsonl([{"prompt": "w1 " * 40, "completion": " w2"}] * 3, tmp_path / "train.jsonl")
     text = run(capsys, "--config", str(settings), "--data.eval=null")
     assert "of the tokens are trained on" in text
+
+
+CONTROLS = "".join(map(chr, (*range(0x20), *range(0x7F, 0xA0), 0x61C, 0x200E, 0x200F)))
+CONTROLS += "".join(map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A))))
+
+
+@pytest.mark.parametrize("colour", [False, True])
+def test_control_characters_of_the_data_reach_no_terminal(prepared, tokenizer, jsonl, colour: bool):
+    rows, _ = prepared(jsonl({"prompt": f"asked{CONTROLS}", "completion": f"ünï 中\\x1b{CONTROLS}"}), seq_len=1024)
+    text = format_sample(rows, 0, tokenizer=tokenizer, colour=colour).plain
+    assert not set(text) & set(CONTROLS) - {"\t", "\n"}
+    for shown in (r"\x00", r"\x07", r"\r", r"\x1b", r"\x7f", r"\x9b", r"\u061c", r"\u202e", r"\u2069"):
+        assert text.count(shown) >= 2
+    assert "ünï 中" in text
+
+
+def test_control_characters_of_a_bad_record_reach_no_terminal(prepared, jsonl):
+    bad = {"messages": [{"role": "user", "content": f"q{CONTROLS}"}, {"role": "assistant", "content": "a"}]}
+    good = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+    template = "{% if messages[0]['content'] != 'q' %}{{ raise_exception(messages[0]['content']) }}{% endif %}" + CHATML
+    tokenizer = build_tokenizer(template=template)
+    _, report = prepared(jsonl(bad, good), tokenizer=tokenizer, on_bad_record="skip")
+    lines = "".join(report.format_lines())
+    assert r"q\x00" in lines
+    assert not set(lines) & set(CONTROLS) - {"\t", "\n"}

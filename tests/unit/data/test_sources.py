@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_trainer.config import COLUMNS, SourceConfig
-from fsdp_trainer.data.formats import Chat, Plain, find_lost
+from fsdp_trainer.data.formats import Chat, Plain
 from fsdp_trainer.data.sources import (
     BadRecord,
     Example,
@@ -288,22 +288,6 @@ def test_what_cannot_be_read_in_a_record_is_refused(jsonl, record: dict, kind: s
 def test_alpaca_files_have_a_text_column_that_is_not_trained_on(jsonl):
     chat = chat_of(jsonl, {"instruction": "i", "input": None, "output": "o", "text": "i o", "system": "s"})
     assert contents(chat) == ["s", "i", "o"]
-
-
-def test_what_a_template_leaves_out_is_found():
-    call = {"type": "function", "function": {"name": "look_up", "arguments": {}}}
-    chat = Chat(
-        (
-            {"role": "user", "content": "q"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "assistant", "content": "a", "reasoning_content": " because "},
-        ),
-        tools=({"name": "search"},),
-    )
-    assert "'search'" in (find_lost(chat, "look_up because") or "")
-    assert "'look_up'" in (find_lost(chat, "search because") or "")
-    assert "reasoning" in (find_lost(chat, "search look_up") or "")
-    assert find_lost(chat, "search look_up because") is None
 
 
 def test_the_columns_that_can_be_renamed_are_those_that_are_read():

@@ -239,6 +239,64 @@ def test_tools_reach_the_template() -> None:
     assert "Environment: ipython" not in family_tokenizer("llama3").decode(encode("llama3", *TWO_TURNS).tokens)
 
 
+# Its name and arguments stand in the question and in another answer as well: that they are in the text shows nothing.
+WEATHER = {"type": "function", "function": {"name": "weather", "arguments": {"c": "Bern"}}}
+ASKED_WEATHER = (
+    user("weather in Bern? c"),
+    assistant("", tool_calls=[WEATHER]),
+    {"role": "tool", "content": "weather c Bern"},
+    assistant("weather c Bern"),
+)
+ROUND_CALL = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}CALLS<|im_end|>\n{% endfor %}"
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+)
+ASKS = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "last_assistant", "all"])
+@pytest.mark.parametrize("content", ["", "I look at the weather in Bern, c"])
+def test_a_call_that_the_template_leaves_out_is_refused_whatever_else_the_text_says(
+    train_on: str, content: str
+) -> None:
+    messages = (ASKED_WEATHER[0], assistant(content, tool_calls=[WEATHER]), *ASKED_WEATHER[2:])
+    (bad,) = encode("chatml", *messages, train_on=train_on).bad
+    assert "the tool call 'weather' of messages[1]" in bad.what
+    assert not encode("qwen2_5", *messages, train_on=train_on).bad
+
+
+def test_a_call_without_its_arguments_or_outside_its_answer_is_refused() -> None:
+    def bad_of(template: str) -> str:
+        encoder = build_encoder(family_tokenizer("chatml"), chat_template=template + ASKS, seq_len=2000)
+        encoded = encode_examples([Example(Chat(ASKED_WEATHER), where="here:1", digest=1)], encoder=encoder)
+        return " ".join(bad.what for bad in encoded.bad)
+
+    assert not bad_of(ROUND_CALL.replace("CALLS", "{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}"))
+    assert "'weather'" in bad_of(
+        ROUND_CALL.replace("CALLS", "{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}")
+    )
+    elsewhere = "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}{% endfor %}"
+    assert "leaves out" in bad_of(elsewhere + MARKED)
+
+
+def test_a_tool_that_the_template_leaves_out_is_refused_though_its_name_is_written() -> None:
+    (bad,) = encode("chatml", user("add 2"), assistant("add"), tools=(TOOL,), train_on="all").bad
+    assert "the tool 'add' of 'tools'" in bad.what
+    flat = {"name": "add", "parameters": {}}
+    assert not encode("qwen2_5", user("add 2"), assistant("add"), tools=(TOOL, flat)).bad
+
+
+def test_reasoning_that_also_stands_in_the_answer_is_not_taken_for_written() -> None:
+    for train_on in ("assistant", "last_assistant", "all"):
+        (bad,) = encode("chatml", user("a?"), assistant("sum: 4", reasoning_content="sum"), train_on=train_on).bad
+        assert "reasoning" in bad.what
+        assert not encode("qwen3", user("a?"), assistant("sum: 4", reasoning_content="sum"), train_on=train_on).bad
+    earlier = (user("a?"), assistant("sum: 4", reasoning_content="sum"), user("c?"), assistant("d"))
+    (bad,) = encode("qwen3", *earlier).bad
+    assert "leaves out" in bad.what
+
+
 def test_answers_written_otherwise_when_more_follows_are_counted() -> None:
     assert encode("qwen3", *TWO_TURNS).notes == {REWRITTEN: 1}
     assert not encode("qwen3", *TWO_TURNS, train_on="last_assistant").notes
@@ -252,10 +310,9 @@ def test_reasoning_that_the_template_leaves_out_is_refused_with_a_way_out() -> N
     assert "'because'" in bad.what
     assert "last_assistant" in bad.what
     assert not encode("qwen3", *thinking, train_on="last_assistant").bad
-    (bad,) = encode("chatml", *thinking[:2]).bad
-    assert "leaves out" in bad.what
-    (bad,) = encode("deepseek_v3", user("a?"), assistant("b", reasoning_content="because")).bad
-    assert "leaves out" in bad.what
+    for family in ("chatml", "deepseek_v3"):
+        (bad,) = encode(family, *thinking[:2]).bad
+        assert "does not write the reasoning of the last answer" in bad.what
 
 
 def test_a_template_that_asks_otherwise_than_it_trains_is_refused() -> None:
