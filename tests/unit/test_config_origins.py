@@ -151,4 +151,4 @@ def test_a_profile_and_a_settings_file_in_each_others_place(file: Path) -> None:
 
 def test_a_large_bound_is_written_out() -> None:
     assert "below 4294967296" in message(["--train.seed=-1"])
-    assert "non-empty text or a list of non-empty text" in message(["--data.train="])
+    assert "set data.train to a path" in message(["--data.train="])
