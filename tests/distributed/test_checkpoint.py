@@ -480,6 +480,7 @@ def test_state_says_what_the_run_was(saved: Path) -> None:
         "consecutive_skipped": 0,
         "tokens_seen": 100,
         "supervised_tokens_seen": 0,
+        "stream": None,
     }
     assert state["facts"] == runs.FACTS
     assert state["world_size"] == 1
