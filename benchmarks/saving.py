@@ -3,8 +3,9 @@
     python -m benchmarks.saving [--rounds 5]
 
 SmolLM2-135M in bf16 with fp32 masters on two gloo ranks of one CPU. Saves in the foreground and in the background take
-turns, so that both meet the same machine. "Blocked" is how long training is held up: by the call that begins the save,
-and after each step by the question whether it is done. A step beside a save is slower, too: both want the same cores.
+turns, so that both meet the same machine; so do saves with and without a hash of what is written. "Blocked" is how long
+training is held up: by the call that begins the save, by the next optimizer step where it waits for the copy, and after
+each step by the question whether the save is done. A step beside a save is slower, too: both want the same cores.
 Seconds are medians over rounds of the slower rank; memory is the highest peak of resident bytes above those before.
 """
 
@@ -16,8 +17,10 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.loading import Peaks
@@ -43,6 +46,7 @@ def measure(run_settings: dict[str, Any], rounds: int) -> Figures:
     for _ in range(rounds):
         load(run, saved, figures)
         export(run, figures)
+    compare_hashing(run, 4 * rounds, figures)  # they write over what was loaded
     return dict(figures)
 
 
@@ -71,10 +75,9 @@ def timed(action: Callable[[], Any]) -> tuple[float, float, Any]:
 
 def save_often(run: Any, rounds: int, take_step: Callable[[], None], figures: Figures) -> Path:
     """Save once more than `rounds` each way (the first background save makes its host memory, and stands alone)."""
-    from fsdp_trainer.checkpoint import build_stager
     from tests.checkpoint_runs import save, save_group
 
-    group, stager = save_group(), build_stager(run.runtime.device)
+    group, memory = save_group(), {}
     pending: Any = None
     for number in range(rounds + 1):
         first = "first " if number == 0 else ""
@@ -82,20 +85,111 @@ def save_often(run: Any, rounds: int, take_step: Callable[[], None], figures: Fi
         seconds, peak, _ = timed(lambda: save(run, 2 * number + 1, **options).wait())  # noqa: B023  # called at once
         figures[first + "foreground save"].append(seconds)
         figures["foreground save, memory"].append(peak)
-        with Peaks() as peaks:
+        with Peaks() as peaks, timed_waits(run.optimizer) as waits:
             started = time.perf_counter()
-            pending = save(run, 2 * number + 2, **options, asynchronous=True, stager=stager)
-            blocked, done = time.perf_counter() - started, False
+            pending = save(run, 2 * number + 2, **options, asynchronous=True, memory=memory)
+            begun = time.perf_counter() - started
+            after = run.optimizer.register_step_pre_hook(lambda *_: waits.append(time.perf_counter()))
+            polled, done = 0.0, False
             while not done:
                 figures["step beside a save"].append(timed(take_step)[0])
                 seconds, _, done = timed(pending.poll)
-                blocked += seconds
+                polled += seconds
+            after.remove()
             figures["background save, until published"].append(time.perf_counter() - started)
-        figures[first + "background save, blocked"].append(blocked)
+        waited = sum(end - start for start, end in zip(waits[::2], waits[1::2], strict=True))
+        for part, seconds in (("call", begun), ("next step", waited), ("polls", polled)):
+            figures[f"{first}background save, blocked by the {part}"].append(seconds)
+        figures[first + "background save, blocked"].append(begun + waited + polled)
         figures["background save and the steps beside it, memory"].append(peaks.peak[1] - peaks.base[1])
-    stager.close()
     figures["checkpoint, bytes"].append(sum(file.stat().st_size for file in pending.path.iterdir()))
     return pending.path
+
+
+def compare_hashing(run: Any, rounds: int, figures: Figures) -> None:
+    """Save with and without a hash in turn, and time how long the writing thread stands still for it."""
+    from tests.checkpoint_runs import save, save_group
+
+    group = save_group()
+    for number in range(rounds):
+        ways = {"hashed": timed_hashing, "unhashed": unhashed}
+        for way, context in list(ways.items())[:: 1 if number % 2 else -1]:
+            with context() as held:
+                seconds, _, _ = timed(lambda: save(run, 1, process_group=group).wait())
+            figures[f"foreground save, {way}"].append(seconds)
+            if way == "hashed":
+                figures["writing waits for the hash"].append(sum(held))
+
+
+@contextmanager
+def timed_waits(optimizer: Any) -> Iterator[list[float]]:
+    """Note when each step comes to the optimizer's hooks; whoever adds one behind them sees how long they took."""
+    waits: list[float] = []
+    hook = optimizer.register_step_pre_hook(lambda *_: waits.append(time.perf_counter()))
+    try:
+        yield waits
+    finally:
+        hook.remove()
+
+
+class NoHash:
+    """What is left of writing when nothing is hashed."""
+
+    def update(self, content: Any) -> None:
+        """Take the bytes and do nothing with them."""
+
+    def hexdigest(self) -> str:
+        """Return the digest of nothing."""
+        return "0" * 32
+
+
+@contextmanager
+def timed_hashing() -> Iterator[list[float]]:
+    """Collect the seconds by which each write into a checkpoint's file took longer than writing alone."""
+    from fsdp_trainer import checkpoint_writer
+
+    held: list[float] = []
+    write = checkpoint_writer._HashedStream.write
+
+    class Timed:
+        def __init__(self, stream: Any) -> None:
+            self._stream, self.seconds = stream, 0.0
+
+        def write(self, content: Any) -> int:
+            started = time.perf_counter()
+            try:
+                return self._stream.write(content)
+            finally:
+                self.seconds = time.perf_counter() - started
+
+    def timed_write(stream: Any, content: Any, /) -> int:
+        kept = stream._stream
+        stream._stream = timed = Timed(kept)
+        started = time.perf_counter()
+        try:
+            return write(stream, content)
+        finally:
+            held.append(time.perf_counter() - started - timed.seconds)
+            stream._stream = kept
+
+    checkpoint_writer._HashedStream.write = timed_write
+    try:
+        yield held
+    finally:
+        checkpoint_writer._HashedStream.write = write
+
+
+@contextmanager
+def unhashed() -> Iterator[list[float]]:
+    """Write checkpoints without hashing their bytes; the manifest is wrong then."""
+    from fsdp_trainer import checkpoint_writer
+
+    kept = checkpoint_writer.xxhash
+    checkpoint_writer.xxhash = SimpleNamespace(xxh3_128=NoHash)  # type: ignore[assignment]
+    try:
+        yield []
+    finally:
+        checkpoint_writer.xxhash = kept
 
 
 def load(run: Any, saved: Path, figures: Figures) -> None:
@@ -128,12 +222,20 @@ def format_figures(ranks: list[Figures]) -> list[str]:
         if name.endswith(("bytes", "memory")):
             lines.append(f"| {name} | {max(rounds) / 1e9:.2f} GB | |")
         else:
-            lines.append(f"| {name} | {statistics.median(rounds):.2f} s | {min(rounds):.2f} to {max(rounds):.2f} s |")
-    blocked, whole = (
+            lines.append(f"| {name} | {statistics.median(rounds):.3f} s | {min(rounds):.3f} to {max(rounds):.3f} s |")
+    blocked, whole, hashed, unhashed_save, held = (
         statistics.median(max(both) for both in zip(*(figures[name] for figures in ranks), strict=True))
-        for name in ("background save, blocked", "foreground save")
+        for name in (
+            "background save, blocked",
+            "foreground save",
+            "foreground save, hashed",
+            "foreground save, unhashed",
+            "writing waits for the hash",
+        )
     )
-    lines.append(f"| **a step is blocked for** | **{blocked / whole:.1%}** of a foreground save | |")
+    lines.append(f"| **training is blocked for** | **{blocked / whole:.1%}** of a foreground save | |")
+    lines.append(f"| **writing waits for the hash** | **{held / hashed:.1%}** of a foreground save | |")
+    lines.append(f"| hashed beside unhashed, medians | {hashed / unhashed_save - 1:+.1%} | |")
     return lines
 
 

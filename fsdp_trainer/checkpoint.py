@@ -12,20 +12,19 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 from fsdp_trainer.agreement import all_true, gather_from_all, is_main, run_on_all, run_on_main
+from fsdp_trainer.checkpoint_copy import HostCopy, HostMemory, plan_copy
 from fsdp_trainer.checkpoint_folder import checkpoint_path, make_empty, prune, publish
 from fsdp_trainer.checkpoint_manifest import FORMAT, Best, Progress, read_state
 from fsdp_trainer.checkpoint_rng import derive_rng, restore_rng, rng_tensors
@@ -38,7 +37,6 @@ from fsdp_trainer.model import named_weights
 _ENTRY_BYTES = 2048  # of torch.save's archive and the table of contents, per tensor
 _RNG_RULE = "rng.<rank>.*, restored at the same world size; else derived from (seed, step, rank)"
 
-Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
 
 
@@ -48,21 +46,25 @@ class PendingSave:
 
     path: Path
     _written: Future[None]
-    _asynchronous: bool
+    _copy: HostCopy | None  # of a save in the background
 
     def poll(self) -> bool:
         """Return whether the checkpoint is complete; drop this object after True. Collective while it is not.
 
         All ranks get the same answer at the same call, and a failure is raised on all of them.
         """
-        if self._asynchronous and not all_true(self._written.done()):
+        if self._copy is not None and not all_true(self._written.done()):
             return False
-        self._written.result()
+        self.wait()
         return True
 
     def wait(self) -> Path:
         """Block until the checkpoint is complete and return its folder; a failure is raised on all ranks."""
-        self._written.result()
+        try:
+            self._written.result()
+        finally:
+            if self._copy is not None:
+                self._copy.release()
         return self.path
 
 
@@ -77,21 +79,6 @@ def build_save_group(*, timeout: timedelta) -> dist.ProcessGroup | None:
     group = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, dist.ProcessGroup), "every rank takes part in saves"
     return group
-
-
-def build_stager(device: torch.device) -> DefaultStager:
-    """Make the host memory that the background saves of a run share; close() it when the run ends.
-
-    It grows to the size of this rank's parameters and optimizer state at the first save and stays. The steps that
-    follow a save hold that copy in any case, so keeping it raises no peak, and a save that finds its memory in place
-    pays for the copy alone: pinning anew would cost more than that, and so, on a busy machine, would new pages.
-    """
-    cuda = device.type == "cuda"
-    return DefaultStager(
-        StagingOptions(
-            use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
-        )
-    )
 
 
 # Saving
@@ -109,17 +96,18 @@ def save_checkpoint(
     process_group: dist.ProcessGroup | None = None,
     asynchronous: bool = False,
     after: PendingSave | None = None,
-    stager: DefaultStager | None = None,
+    memory: HostMemory | None = None,
     keep_latest: int | None = None,
     best: Best | None = None,
 ) -> PendingSave:
     """Save the run to `output_dir/checkpoints/step-N`, N being `progress.step`. All ranks call it between two steps.
 
     `facts` is kept in state.json (config, digest of the rows, versions: what `check_resume` compares). With
-    `asynchronous` the state is copied to host memory (one more copy of the shards of parameters and optimizer) and
-    written by a thread, while training goes on; `process_group` must then come from `build_save_group`, and `stager`
-    may come from `build_stager`. Only one save may be in flight: `after` is waited for first. Once this one is durable,
-    all but the newest `keep_latest` checkpoints and that of `best` are deleted.
+    `asynchronous` the state is copied to host memory (one more copy of the shards of parameters and optimizer, in
+    `memory` where the saves of a run share it) and written by a thread, while training goes on; only a step of the
+    optimizer waits until it is copied. Weights must not be moved in any other way meanwhile, and `process_group` must
+    come from `build_save_group`. Only one save may be in flight: `after` is waited for first. Once this one is
+    durable, all but the newest `keep_latest` checkpoints and that of `best` are deleted.
     CheckpointError on every rank when any rank cannot write; the checkpoints before stay as they are.
     """
     if after is not None:
@@ -129,19 +117,16 @@ def save_checkpoint(
     state = _describe_run(optimizer, scaler, progress, facts) | {"best": asdict(best) if best else None}
     keep = [target] + ([checkpoint_path(output_dir, best.step)] if best else [])
     tensors = training_tensors(model, optimizer) | rng_tensors(device)
-    copied = _attempt(lambda: _copy_to_host(tensors, stager)) if asynchronous else lambda: tensors
+    copy = plan_copy(tensors, model=model, optimizer=optimizer, device=device, memory=memory) if asynchronous else None
 
     def write() -> None:
-        if device.type == "cuda":
-            # The current device is a thread's own; on the default one DCP would open a context on GPU 0 for every rank.
-            torch.cuda.set_device(device)
         # A rank that had no memory for its copy is heard of here, where training does not wait for the slowest copy.
-        held = run_on_all(copied, process_group=process_group)
+        held = tensors if copy is None else run_on_all(copy.make, process_group=process_group)
         _write(held, target=target, state=state, process_group=process_group)
         if (n := keep_latest) is not None:
             run_on_main(lambda: prune(output_dir, keep_latest=n, keep=keep), process_group=process_group)
 
-    return PendingSave(target, _in_background(write) if asynchronous else _at_once(write), asynchronous)
+    return PendingSave(target, _at_once(write) if copy is None else _in_background(write), copy)
 
 
 def _at_once(work: Callable[[], None]) -> Future[None]:
@@ -162,34 +147,6 @@ def _in_background(work: Callable[[], None]) -> Future[None]:
     # A daemon, so that a process that ends on an error does not wait for a collective its peers have left.
     threading.Thread(target=run, name="checkpoint-writer", daemon=True).start()
     return written
-
-
-def _attempt(work: Callable[[], Result]) -> Callable[[], Result]:
-    """Do `work` and return what gives its result, or raises what it raised, where that is asked for."""
-    try:
-        result = work()
-    except Exception as error:
-        return partial(_raise, error)
-    return lambda: result
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error
-
-
-def _copy_to_host(tensors: dict[str, torch.Tensor], stager: DefaultStager | None) -> dict[str, torch.Tensor]:
-    used = stager or DefaultStager(StagingOptions(False, False, False, False))
-    try:
-        return used.stage(tensors)  # pyright: ignore[reportReturnType]  # a Future only with use_async_staging
-    except (MemoryError, RuntimeError) as error:
-        raise CheckpointError(
-            "The state to save could not be copied to host memory.",
-            values=f"{type(error).__name__}: {error}",
-            fix="set checkpoint.async_save: false, which saves without a copy; the checkpoints before are as they were",
-        ) from error
-    finally:
-        if stager is None:
-            used.close()
 
 
 def _write(

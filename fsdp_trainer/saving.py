@@ -14,7 +14,8 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdp_trainer.agreement import run_on_main
-from fsdp_trainer.checkpoint import PendingSave, build_stager, save_checkpoint
+from fsdp_trainer.checkpoint import PendingSave, save_checkpoint
+from fsdp_trainer.checkpoint_copy import HostMemory
 from fsdp_trainer.checkpoint_folder import checkpoint_path, record_best
 from fsdp_trainer.checkpoint_manifest import Best, Progress
 from fsdp_trainer.progress import log_line
@@ -64,7 +65,7 @@ class Saver:
         self._pending: PendingSave | None = None
         checkpoint = run.config.checkpoint
         self._in_background = saves_in_background(every_steps=checkpoint.every_steps, async_save=checkpoint.async_save)
-        self._stager = build_stager(run.runtime.device) if self._in_background else None
+        self._memory: HostMemory = {}
         if self._in_background:
             every, half = checkpoint.every_steps, (checkpoint.every_steps + 1) // 2
             fact = f"checkpoints: one begun every {half} steps in the background, so that a kill costs at most {every}"
@@ -107,8 +108,7 @@ class Saver:
     def close(self) -> None:
         """Wait for the save in flight and give its host memory back."""
         self._finish()
-        if self._stager is not None:
-            self._stager.close()
+        self._memory.clear()
 
     def poll(self) -> None:
         """Notice a background save that is done or has failed; called once a step."""
@@ -129,7 +129,7 @@ class Saver:
             device=run.runtime.device,
             process_group=self._group,
             asynchronous=asynchronous,
-            stager=self._stager,
+            memory=self._memory,
             keep_latest=run.config.checkpoint.keep_latest,
             best=self._best,
         )

@@ -129,44 +129,17 @@ def save_narrow_model(folder: str) -> str:
     return folder
 
 
-# Background saves
+# Background saves; what they copy is test_background_copy.py's
 
 
-def mutate_at_once(settings: dict[str, Any]) -> list[str]:
-    import torch
-
-    from fsdp_trainer.checkpoint import training_tensors
-
+def save_twice_through_one_memory(settings: dict[str, Any]) -> list[list[str]]:
     run = runs.build(settings)
-    runs.take_steps(run, 0, 1)
-    before = runs.local_digests(run)
-    pending = runs.save(run, 1, asynchronous=True, process_group=runs.save_group())
-    with torch.no_grad():
-        for tensor in training_tensors(run.model, run.optimizer).values():
-            tensor.fill_(7.0)
-    torch.rand(3)
-    runs.load(run, pending.wait())
-    return runs.differing(before, runs.local_digests(run))
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_background_save_is_a_snapshot(stage: int, model_folder: ModelFolder, tmp_path: Path) -> None:
-    assert run_ranks(mutate_at_once, 2, tiny(model_folder("llama"), tmp_path, sharding={"zero_stage": stage})) == [
-        [],
-        [],
-    ]
-
-
-def save_twice_through_one_stager(settings: dict[str, Any]) -> list[list[str]]:
-    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-    run = runs.build(settings)
-    group, stager = runs.save_group(), DefaultStager(StagingOptions(False, False, False, False))
+    group, memory = runs.save_group(), {}
     pending, before, paths = None, [], []
     for step in (1, 2):
         runs.take_steps(run, step - 1, step)
         before.append(runs.local_digests(run))
-        pending = runs.save(run, step, asynchronous=True, process_group=group, after=pending, stager=stager)
+        pending = runs.save(run, step, asynchronous=True, process_group=group, after=pending, memory=memory)
         paths.append(pending.path)
     runs.take_steps(run, 2, 3)
     assert pending is not None
@@ -179,7 +152,7 @@ def save_twice_through_one_stager(settings: dict[str, Any]) -> list[list[str]]:
 
 
 def test_host_memory_is_reused_without_mixing_two_saves(model_folder: ModelFolder, tmp_path: Path) -> None:
-    answers = run_ranks(save_twice_through_one_stager, 2, tiny(model_folder("llama"), tmp_path))
+    answers = run_ranks(save_twice_through_one_memory, 2, tiny(model_folder("llama"), tmp_path))
     assert answers == [[[], []], [[], []]]
 
 
@@ -250,19 +223,17 @@ def test_failing_write_on_one_rank_is_known_to_all(
 
 def copy_in_vain(settings: dict[str, Any]) -> tuple[str, list[str]]:
     """Save, and again in the background where rank 1 has no memory for the copy; return what is said and is left."""
-    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
     from fsdp_trainer.errors import CheckpointError
 
-    class FullStager(DefaultStager):
-        def stage(self, state_dict: Any, **options: Any) -> Any:
+    class NoMemory(dict[str, Any]):
+        def __setitem__(self, name: str, tensor: Any) -> None:
             raise RuntimeError("DefaultCPUAllocator: not enough memory")
 
     run = runs.build(settings)
     group = runs.save_group()
     runs.save(run, 1, process_group=group).wait()
-    stager = FullStager(StagingOptions(False, False, False, False)) if run.runtime.rank == 1 else None
-    pending = runs.save(run, 2, asynchronous=True, process_group=group, stager=stager, keep_latest=1)
+    memory = NoMemory() if run.runtime.rank == 1 else {}
+    pending = runs.save(run, 2, asynchronous=True, process_group=group, memory=memory, keep_latest=1)
     said = ""
     try:
         while not pending.poll():
