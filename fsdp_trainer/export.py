@@ -6,7 +6,6 @@ folder takes its name only after everything in it was read back.
 
 import copy
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from fsdp_trainer.agreement import is_main, run_on_main
 from fsdp_trainer.conversions import ExportGroup, architecture_of, plan_export, to_checkpoint
 from fsdp_trainer.custom_code import local_auto_map, write_custom_code
 from fsdp_trainer.errors import CheckpointError
-from fsdp_trainer.export_checksums import write_checksums
+from fsdp_trainer.export_folder import make_empty, replace_folder, sync, unfinished
 from fsdp_trainer.model import named_weights, names_in_fp32
 from fsdp_trainer.model_card import CARD
 from fsdp_trainer.weight_files import INDEX, SAFETENSORS
@@ -106,11 +105,6 @@ def guarded(action: Callable[[], None], folder: Path) -> None:
             values=f"{folder}: {type(error).__name__}: {error}",
             fix="make room or give write access there, then start again: only the export is done again",
         ) from error
-
-
-def unfinished(folder: Path) -> Path:
-    """Return the name that the folder has until it is whole."""
-    return folder.with_name(f".{folder.name}.tmp")
 
 
 def exported_bytes(model: nn.Module, *, dtype: str, hf_config: Any) -> int:
@@ -239,17 +233,10 @@ def _is_tied(model: Any) -> bool | None:
 # Rank 0's files
 
 
-def make_empty(part: Path) -> None:
-    """Make the unfinished folder anew."""
-    if part.exists():
-        shutil.rmtree(part)
-    part.mkdir(parents=True)
-
-
 def write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Write one file of weights and compare every bit of it, read again, with what was meant."""
     save_file(tensors, path, metadata={"format": "pt"})
-    _sync(path)
+    sync(path)
     with safe_open(path, framework="pt") as opened:
         if set(opened.keys()) != tensors.keys():
             raise OSError(f"{path.name} holds other tensors than were written")
@@ -300,31 +287,3 @@ def write_own_code(part: Path, model: nn.Module) -> None:
     kind = architecture_of(model)
     if kind.__module__.split(".")[0] == TRANSFORMERS_DYNAMIC_MODULE_NAME:
         custom_object_save(kind, part)
-
-
-def replace_folder(folder: Path, part: Path) -> None:
-    """Give `part`, with checksums of all that is in it, the name `folder`; what had it goes last."""
-    write_checksums(part)
-    for path in [*part.rglob("*"), part]:
-        _sync(path)
-    old = folder.with_name(f".{folder.name}.old")
-    if old.exists():
-        shutil.rmtree(old)
-    if folder.exists():
-        folder.rename(old)
-    try:
-        part.rename(folder)
-    except OSError:
-        if old.exists():
-            old.rename(folder)
-        raise
-    _sync(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

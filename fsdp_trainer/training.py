@@ -30,6 +30,7 @@ from fsdp_trainer.data.loader import evaluation_windows, steps_per_epoch
 from fsdp_trainer.data.rows import Rows
 from fsdp_trainer.errors import ConfigError, FsdpTrainerError, Interrupted, NonFiniteError, OutputError
 from fsdp_trainer.export import export_model
+from fsdp_trainer.export_folder import recover
 from fsdp_trainer.launch import launch, read_status
 from fsdp_trainer.memory.measure import measure_memory
 from fsdp_trainer.model_card import format_model_card
@@ -393,7 +394,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str | int 
 
 
 def _find_start(config: Config, runtime: Runtime, output_dir: Path, *, facts: Mapping[str, Any]) -> Path | None:
-    """Return the checkpoint to go on from, after leftovers of killed saves are gone.
+    """Return the checkpoint to go on from, after what kills left is put right.
 
     CheckpointError on every rank when it is of another run than `facts` describe; what else changed is logged.
     """
@@ -414,11 +415,12 @@ def _find_start(config: Config, runtime: Runtime, output_dir: Path, *, facts: Ma
 
 
 def _choose_start(resume: str, output_dir: Path) -> tuple[str, Path | None]:
-    """Return where to look for a checkpoint and the newest in `output_dir`, after leftovers of killed saves are gone.
+    """Return where to look for a checkpoint and the newest in `output_dir`, after what kills left is put right.
 
     A path outside a folder that has checkpoints of its own is where the folder's run once began: that run goes on.
     """
     remove_leftovers(output_dir)
+    recover(output_dir / "model")
     newest = next((path.resolve() for path in published(output_dir)), None)
     elsewhere = (
         resume not in ("auto", "never") and newest is not None and Path(resume).resolve().parent != newest.parent

@@ -149,8 +149,11 @@ def in_child(base: Path, tiny: Tiny, keep_latest: int, arm: Callable[[], None]) 
     return run, os.waitpid(pid, 0)[1]
 
 
-def watch_operations(kill_at: int | None, log: Path) -> None:
-    """Log every file operation under the run's folder from now on, and die before number `kill_at`."""
+def watch_operations(kill_at: int | None, log: Path, *, within: str = "checkpoints") -> None:
+    """Log every file operation under the run's folder from now on, and die before number `kill_at`.
+
+    Of files that are opened only those count that have `within` in their path.
+    """
     written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     count = 0
 
@@ -163,8 +166,10 @@ def watch_operations(kill_at: int | None, log: Path) -> None:
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         # Deleting a tree names its files relative to an open folder.
-        if event in EVENTS and (event != "open" or "checkpoints" in str(arguments[0])):
+        if event in EVENTS and (event != "open" or within in str(arguments[0])):
             happened(f"{event} {arguments[0]}")
+        elif event == "ctypes.dlsym" and arguments[1] == "renameat2":  # looked up for each call of it
+            happened(f"exchange {arguments[1]}")
 
     sync = os.fsync
 

@@ -18,7 +18,8 @@ Call = tuple[str, str]
 def recorded(action: Callable[[], object]) -> list[Call]:
     """Call `action` and return, in order, which files it opened for writing, synced, renamed and removed.
 
-    Opening, renaming and removing have audit events; os.fsync has none, and is recorded on its way to the system.
+    Opening, renaming and removing have audit events; os.fsync has none, and is recorded on its way to the system. An
+    exchange of two names goes to the system's library, where it is seen to be looked up.
     """
     import sys
 
@@ -32,6 +33,8 @@ def recorded(action: Callable[[], object]) -> list[Call]:
             calls.append(("write", str(arguments[0])))
         elif event == "os.rename":
             calls.append(("rename", f"{arguments[0]} {arguments[1]}"))
+        elif event == "ctypes.dlsym" and arguments[1] == "renameat2":  # looked up once a call, and called at once
+            calls.append(("exchange", ""))
         elif event in ("os.remove", "os.rmdir"):
             calls.append(("remove", str(arguments[0])))
 
@@ -105,10 +108,12 @@ def record_export(run_settings: dict[str, Any], folder: str) -> list[Call]:
 def test_an_export_is_durable_before_it_counts(model_folder: ModelFolder, tmp_path: Path) -> None:
     target = tmp_path / "model"
     calls, _ = run_ranks(record_export, 2, settings(model_folder("llama"), "unused.jsonl", tmp_path), str(target))
-    part, old = target.with_name(".model.tmp"), target.with_name(".model.old")
-    published = calls.index(("rename", f"{part} {target}"))
+    part = target.with_name(".model.tmp")
+    exchanged = calls.index(("exchange", ""))
     for file in target.iterdir():  # safetensors opens its files outside Python, so what lies there now counts
-        assert ("sync", str(part / file.name)) in calls[:published], file.name
-    assert calls[published - 2 : published] == [("sync", str(part)), ("rename", f"{target} {old}")]
-    assert calls[published + 1] == ("sync", str(tmp_path))
-    assert all(index > published for index, call in enumerate(calls) if call[0] == "remove")
+        assert ("sync", str(part / file.name)) in calls[:exchanged], file.name
+    assert calls[exchanged - 1] == ("sync", str(part))
+    assert calls[exchanged + 1] == ("sync", str(tmp_path))
+    renamed = [name.split()[1] for what, name in calls if what == "rename"]
+    assert renamed and all(name.startswith(f"{part}/") for name in renamed), "files are made within it, nothing else"
+    assert all(index > exchanged for index, call in enumerate(calls) if call[0] == "remove")
