@@ -28,8 +28,9 @@ class ModelConfig(Section):
     path: Text = Field(
         default="Qwen/Qwen2.5-7B",
         description="A Hugging Face causal LM: a local folder, a hub id, or a .gguf file, which is unpacked once into "
-        "$FSDP_TRAINER_CACHE (default ~/.cache/fsdp_trainer). The default is a common size for one to eight 80 GB "
-        "GPUs.",
+        "$FSDP_TRAINER_CACHE (default ~/.cache/fsdp_trainer). A folder that was exported here (it has checksums.json) "
+        "is verified first, which reads the weights once more, shared by the ranks of a machine. The default is a "
+        "common size for one to eight 80 GB GPUs.",
     )
     revision: str | None = Field(
         default=None,
@@ -414,8 +415,9 @@ class CheckpointConfig(Section):
     )
     async_save: bool = Field(
         default=True,
-        description="Write in the background: training waits for a copy to host memory only. Costs that copy (12 bytes "
-        "a parameter over all ranks) in host memory; false writes before going on.",
+        description="Write in the background: the state is copied to host memory beside the next forward and backward, "
+        "and only the optimizer's step waits for that. Costs the copy (12 bytes a parameter over all ranks) in host "
+        "memory; false writes before going on.",
     )
     resume: Text = Field(
         default="auto",

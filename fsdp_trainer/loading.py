@@ -4,6 +4,7 @@ What a stored tensor is called in the model, and which ones are merged into one,
 is missing, left over, of another shape or not understood is refused by name.
 """
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -22,9 +23,12 @@ from fsdp_trainer.agreement import run_on_all
 from fsdp_trainer.conversions import loading_conversions
 from fsdp_trainer.custom_code import building_arguments
 from fsdp_trainer.errors import CheckpointError
+from fsdp_trainer.export_checksums import refuse_damaged_weights
 from fsdp_trainer.model import named_weights
 from fsdp_trainer.pieces import Cut, Joined, Piece, Stacked, Transposed
 from fsdp_trainer.weight_files import BLOCK_BYTES, FLOATING, Ranges, StoredTensor, find_folder, open_weights
+
+_PLACE_ON_MACHINE = (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))  # torchrun's words
 
 
 def load_weights(model: Any, path: str, *, revision: str | None = None) -> None:
@@ -33,9 +37,18 @@ def load_weights(model: Any, path: str, *, revision: str | None = None) -> None:
     All ranks call it, and all fail together.
 
     Values are cast to the parameter's dtype. CheckpointError names tensors that are missing, unexpected, of another
-    shape, quantised, or different where the model ties them: none of them may be guessed.
+    shape, quantised, or different where the model ties them: none of them may be guessed; and a file of an export of
+    ours that is not as it was written, before a value of it is used.
     """
+    run_on_all(lambda: _verify(find_folder(path, revision=revision)))
     run_on_all(lambda: _load(model, find_folder(path, revision=revision)))
+
+
+def _verify(folder: Path) -> None:
+    # Ranks of one machine see one folder and share the reading; where the launcher does not say who they are, each
+    # reads all of it.
+    rank, ranks = (int(os.environ.get(name, default)) for name, default in _PLACE_ON_MACHINE)
+    refuse_damaged_weights(folder, rank=rank if ranks > 1 else 0, ranks=ranks)
 
 
 @torch.no_grad()

@@ -25,6 +25,7 @@ from fsdp_trainer.attention import choose_attention
 from fsdp_trainer.config_checks import check_model_path
 from fsdp_trainer.custom_code import building_arguments, check_custom_code, one_at_a_time
 from fsdp_trainer.errors import ConfigError
+from fsdp_trainer.export_checksums import refuse_damaged_sides
 from fsdp_trainer.gguf_model import local_model
 
 
@@ -50,6 +51,7 @@ def load_hf_config(path: str, *, revision: str | None = None, trust_remote_code:
         )
     check_model_path(path)
     path = local_model(path)
+    refuse_damaged_sides(Path(path))
     if trust_remote_code:
         check_custom_code(path, revision=revision)
     try:

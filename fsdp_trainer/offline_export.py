@@ -31,16 +31,15 @@ from fsdp_trainer.export import (
     exported_dtypes,
     exported_weights,
     guarded,
-    make_empty,
     plan_files,
-    replace_folder,
     total_bytes,
-    unfinished,
     write_file,
     write_index,
     write_own_code,
     write_sides,
 )
+from fsdp_trainer.export_checksums import refuse_damaged_weights
+from fsdp_trainer.export_folder import make_empty, replace_folder, unfinished
 from fsdp_trainer.loading import plan_loading
 from fsdp_trainer.model import build_meta_model, load_hf_config
 from fsdp_trainer.model_card import format_model_card
@@ -185,14 +184,15 @@ class _Rounding:
 
     def __init__(self, config: Config, model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
         self._dtypes, self._changed, self._kept = dtypes, 0, 0
-        self._source: dict[str, Piece] = {}
+        self._source: Mapping[str, Piece] = {}
+        self._unread = ""
         if config.model.init == "pretrained" and set(dtypes.values()) != {torch.float32}:
             try:
-                self._source = dict(
-                    plan_loading(model, find_folder(config.model.path, revision=config.model.revision)).pieces
-                )
-            except FsdpTrainerError:  # the source is only compared with; without it there is nothing to say
-                self._source = {}
+                folder = find_folder(config.model.path, revision=config.model.revision)
+                refuse_damaged_weights(folder)
+                self._source = plan_loading(model, folder).pieces
+            except FsdpTrainerError as error:  # it is only compared with: nothing that is written depends on it
+                self._unread = error.values
 
     def cast(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor in the dtype it is written in."""
@@ -212,7 +212,9 @@ class _Rounding:
         self._kept += int((changed & (written != source.to(written.dtype))).sum())
 
     def describe(self, dtype: str) -> list[str]:
-        """Return the log line about rounding; none where nothing was compared or changed."""
+        """Return the log line about rounding; none where nothing changed."""
+        if self._unread:
+            return [f"not compared with the model before training: {self._unread}"]
         if not self._changed:
             return []
         share = self._kept / self._changed

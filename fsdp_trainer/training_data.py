@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from fsdp_trainer.data.report import DataReport
 from fsdp_trainer.data.rows import Rows
 from fsdp_trainer.data.streaming import RowStream, build_stream, first_rows, stream_digest, stream_windows
 from fsdp_trainer.errors import ConfigError
+from fsdp_trainer.export_checksums import refuse_damaged_sides
 from fsdp_trainer.gguf_model import local_model
 from fsdp_trainer.model import check_longest_document, load_hf_config
 from fsdp_trainer.progress import show_progress
@@ -153,6 +155,7 @@ def training_windows(
 def load_tokenizer(model: ModelConfig) -> Any:
     """Load the model's tokenizer, or the one that `model.tokenizer` names."""
     path = local_model(model.tokenizer or model.path)
+    refuse_damaged_sides(Path(path))
     revision = {"revision": model.revision} if model.revision else {}
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code, **revision)
