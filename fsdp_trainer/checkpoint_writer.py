@@ -2,8 +2,7 @@
 
 import io
 from collections.abc import Generator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -12,9 +11,10 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.utils.serialization import config as serialization
 
-# From here on the hash, which lets go of the GIL as the writing does, goes on beside it in a thread of its own. Less is
-# hashed sooner than a thread is told of it.
-_BESIDE_BYTES = 2**18
+# A block is hashed and then handed to the system while it is in the cache of the core (L2 of 1 MiB and more), so the
+# hash is paid for by the copy that finds it there: 0.31 s of CPU for 0.8 GB with it, 0.32 s without (2 cores, tmpfs).
+# In a thread of its own it hid nothing where there are two threads a core.
+_BLOCK_BYTES = 2**19
 
 
 class CheckpointWriter(FileSystemWriter):
@@ -64,8 +64,8 @@ class _HashedFiles(FileSystem):
             if mode != "wb":
                 yield stream
                 return
-            with closing(_HashedStream(cast(BinaryIO, stream))) as hashed:
-                yield cast(io.IOBase, hashed)  # as far as DCP, torch.save and pickle use one
+            hashed = _HashedStream(cast(BinaryIO, stream))
+            yield cast(io.IOBase, hashed)  # as far as DCP, torch.save and pickle use one
             self.described[Path(path).name] = hashed.describe()
 
     def rename(self, path: Any, new_path: Any) -> None:
@@ -78,7 +78,6 @@ class _HashedStream:
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream, self._hash, self._size = stream, xxhash.xxh3_128(), 0
-        self._beside = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-hash")
 
     def describe(self) -> dict[str, Any]:
         """Return what `checkpoint_manifest.describe_file` would find by reading the file."""
@@ -86,16 +85,10 @@ class _HashedStream:
 
     def write(self, content: Any, /) -> int:
         whole = memoryview(content).cast("B")
-        hashed: Future[None] | None = None
-        if len(whole) >= _BESIDE_BYTES:
-            hashed = self._beside.submit(self._hash.update, whole)
-        else:
-            self._hash.update(whole)
-        try:
-            self._stream.write(whole)
-        finally:
-            if hashed is not None:  # `content` is the caller's, who may let go of it or change it from here on
-                hashed.result()
+        for start in range(0, len(whole), _BLOCK_BYTES):
+            block = whole[start : start + _BLOCK_BYTES]
+            self._hash.update(block)
+            self._stream.write(block)
         self._size += len(whole)
         return len(whole)
 
@@ -109,5 +102,4 @@ class _HashedStream:
         return self._stream.fileno()
 
     def close(self) -> None:
-        self._beside.shutdown()
         self._stream.close()

@@ -1,6 +1,6 @@
 """Resume (reports G): the same run, whatever was done to it in between.
 
-Entries 56, 60, 62 and 63. Elsewhere: 51, 52, 53, 57 and 58 in test_checkpoint.py (bitwise, other worlds, dropout, a
+Entries 56, 60, 62, 63 and 64. Elsewhere: 51, 52, 53, 57 and 58 in test_checkpoint.py (bitwise, other worlds, dropout, a
 save before the first step), 54 in tests/e2e/test_resume.py (a kill after an epoch has ended), 55 in
 tests/e2e/test_elastic_resume.py.
 """
@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 from tests import checkpoint_runs as runs
+from tests import models, reference, step_runs
+from tests.export_runs import train_and_export
 from tests.ranks import REPOSITORY, run_ranks
 from tests.training_runs import settings
 
@@ -112,3 +114,35 @@ def save_in_bf16(model: str, folder: str) -> str:
     shutil.copytree(model, folder)
     AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(folder)
     return folder
+
+
+def first_loss(run_settings: dict[str, Any], rows: list[Any]) -> tuple[float, str]:
+    """Return the loss before any step, and what a start says of the model it starts from."""
+    from fsdp_trainer.training import evaluate
+
+    run = step_runs.build(run_settings)
+    loss = evaluate(run, step_runs.make_rows(rows), pad_token_id=models.PAD)
+    assert loss is not None
+    return loss, next(fact for fact in run.facts if fact.startswith("model "))
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_64_a_new_run_starts_from_the_weights_it_names(
+    zero_stage: int, model_folder: ModelFolder, tmp_path: Path
+) -> None:
+    """Also from what an earlier run exported: before any step the loss is that model's own, and not the base's."""
+    documents = models.make_records(8, seed=31)[1]
+    rows = [[document] for document in documents]
+    base, trained = model_folder("llama"), tmp_path / "trained"
+    config = settings(base, "unused.jsonl", tmp_path / "earlier", sharding={"zero_stage": zero_stage})
+    run_ranks(train_and_export, 2, config, str(trained), {"dtype": "fp32"})
+    losses = []
+    for source in (base, str(trained)):
+        config = settings(source, "unused.jsonl", tmp_path / "new", sharding={"zero_stage": zero_stage})
+        answers = run_ranks(first_loss, 2, config, rows)
+        expected, _ = run_ranks(reference.gradient_snapshot, 1, source, documents)[0]
+        for loss, said in answers:
+            assert loss == pytest.approx(expected, rel=1e-5)
+            assert said.startswith(f"model {source}: ")
+        losses.append(expected)
+    assert abs(losses[0] - losses[1]) > 1e-2, "the two sources must differ here"

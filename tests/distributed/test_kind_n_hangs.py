@@ -1,6 +1,6 @@
 """Hangs (reports N): nothing is decided by one rank alone.
 
-Entry 110. Elsewhere: 108 in test_kind_a_loss.py (input d22: a rank whose rows lost all labels) and in
+Entries 110 and 113. Elsewhere: 108 in test_kind_a_loss.py (input d22: a rank whose rows lost all labels) and in
 test_kind_h_schedule.py (skipped steps), 112 in tests/e2e/test_signals.py (a rank that raises) and test_lost_ranks.py.
 """
 
@@ -10,6 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests import architectures, models, reference, step_runs
 from tests import checkpoint_runs as runs
 from tests.ranks import run_ranks
 from tests.training_runs import settings
@@ -47,3 +50,62 @@ def test_110_ranks_that_measure_different_losses_save_together(model_folder: Mod
         eval={"at_end": True},
     )
     assert run_ranks(evaluate_apart, 2, config) == [[1, 3], [1, 3]]
+
+
+def step_with_chosen_experts(run_settings: dict[str, Any], rows: list[Any]) -> tuple[dict[str, Any], list[set[int]]]:
+    """Take a step; return the gradients, and which experts of each layer were asked on this rank."""
+    from fsdp_trainer.step import train_step
+
+    run = step_runs.build(run_settings)
+    chosen: list[set[int]] = []
+    for name, module in run.model.named_modules():
+        if name.endswith(".experts"):
+            module.register_forward_pre_hook(lambda _, inputs: chosen.append(set(inputs[1].flatten().tolist())))
+    with step_runs.captured_gradients(run) as gradients:
+        train_step(run, step_runs.window_of(run, rows), learning_rate=1e-3)
+    return gradients, chosen
+
+
+def lock_routers(folder: str) -> str:
+    """Save a mixture whose routers send even tokens to experts 0 and 1, and odd ones to 2 and 3, in every layer."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    path = architectures.save_architecture("mixtral", folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        signs = torch.ones(model.config.vocab_size)
+        signs[1::2] = -1.0
+        model.get_input_embeddings().weight[:, 0] = 3.0 * signs  # stays the largest in the residual stream
+        for name, parameter in model.named_parameters():
+            if name.endswith("gate.weight"):
+                parameter.mul_(0.01)
+                parameter[:, 0] = torch.tensor([4.0, 4.0, -4.0, -4.0])
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_113_ranks_that_use_different_parts_of_the_model(zero_stage: int, tmp_path: Path) -> None:
+    """Each rank asks two experts that the other never asks: nobody waits, and their gradients are those of one process.
+
+    The public case is a batch without images; a mixture's experts are what a text model has of that kind.
+    """
+    model = run_ranks(lock_routers, 1, str(tmp_path / "model"))[0]
+    # Sixteen tokens, so that no padding, which is even, comes with them.
+    documents = [
+        models.Document(tokens=tuple(range(20 + parity, 52 + parity, 2)), supervised=(True,) * 16) for parity in (0, 1)
+    ]
+    config = settings(
+        model,
+        "unused.jsonl",
+        tmp_path,
+        sharding={"zero_stage": zero_stage},
+        optim={"max_grad_norm": None},
+        batch={"global_batch_size": 2, "micro_batch_size": 1},
+    )
+    (got, chosen), (_, others) = run_ranks(step_with_chosen_experts, 2, config, [[one] for one in documents])
+    assert chosen and len(chosen) == len(others)
+    assert all(not one & other for one, other in zip(chosen, others, strict=True)), (chosen, others)
+    _, gradients = run_ranks(reference.gradient_snapshot, 1, model, documents)[0]
+    assert max(reference.relative_errors(got, gradients).values()) < 1e-4
