@@ -1,12 +1,13 @@
 """Writing checkpoints and exports (reports F): plain names, whole shapes, the dtype asked for, all that a model needs.
 
-Entries 38, 39, 41, 43, 49 and 50, and 40 as far as names go (`compile.enabled` is refused). Elsewhere: 42 in
-test_offline_export.py, 48 in test_run_folder.py and test_disk_full.py.
+Entries 38, 39, 41, 43, 46, 49 and 50, and 40 as far as names go (`compile.enabled` is refused). Elsewhere: 42 in
+test_offline_export.py, 48 in test_run_folder.py and test_disk_full.py, the planner's row of 46 in test_simulate.py.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -162,3 +163,77 @@ def test_49_what_resumes_and_what_loads_are_told_apart(model_folder: ModelFolder
     lines = run_ranks(train_and_listen, 1, settings)[0]
     assert f"checkpoint: {tmp_path / 'checkpoints' / 'step-00000001'}" in lines
     assert [line for line in lines if line.startswith(f"model: {tmp_path / 'model'} ")]
+
+
+FILE_BYTES = 4 * 2**20
+
+
+def save_deep(folder: str) -> str:
+    """Save a random model of 30M parameters in 28 layers, of which no tensor has more than a fiftieth."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    shape = {"vocab_size": 2000, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 28}
+    config = LlamaConfig(**shape, num_attention_heads=8, tie_word_embeddings=False)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+def peaks_of_writing(small: dict[str, Any], deep: dict[str, Any]) -> tuple[list[int], int]:
+    """Return this rank's peaks of anonymous bytes above its base in a save and in an export, and its model's bytes."""
+    from benchmarks.loading import Peaks
+    from fsdp_trainer.checkpoint import _create_optimizer_state
+    from fsdp_trainer.export import export_model
+
+    for run_settings in (small, deep):  # first uses of DCP and of safetensors take memory of their own
+        run = runs.build(run_settings)
+        output_dir = Path(run.config.output_dir)
+        _create_optimizer_state(run.optimizer)
+        with Peaks() as saving:
+            runs.save(run, 1).wait()
+        with Peaks() as exporting:
+            export_model(
+                output_dir / "model",
+                model=run.model,
+                hf_config=run.hf_config,
+                dtype="bf16",
+                max_file_bytes=FILE_BYTES,
+            )
+        if run.runtime.is_main:
+            run.config.save(output_dir / "config.yaml")
+    whole = sum(parameter.numel() * 4 for parameter in run.model.parameters())
+    return [peaks.peak[0] - peaks.base[0] for peaks in (saving, exporting)], whole
+
+
+def peak_of_offline_export(checkpoints: list[str], out: str) -> int:
+    from benchmarks.loading import Peaks
+    from fsdp_trainer.offline_export import export_checkpoint
+
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    found = []
+    for number, checkpoint in enumerate(checkpoints):
+        with Peaks() as peaks:
+            # Not bf16, which is compared with the source in blocks as large as this model.
+            export_checkpoint(Path(checkpoint), Path(f"{out}-{number}"), dtype="fp32", max_file_bytes=FILE_BYTES)
+        found.append(peaks.peak[0] - peaks.base[0])
+    return found[-1]
+
+
+def test_46_nobody_gathers_the_model_to_write_it(model_folder: ModelFolder, tmp_path: Path) -> None:
+    """A save holds nothing beside the shards, an export one file and one tensor, and so does the command.
+
+    The public case gathers all of it on one GPU. One copy would be `whole`, or half of it in bf16.
+    """
+    tokenizer = model_folder("llama")
+    source = run_ranks(save_deep, 1, str(tmp_path / "source"))[0]
+    small, deep = (
+        training_runs.settings(model, "unused.jsonl", tmp_path / name, precision="bf16", model={"tokenizer": tokenizer})
+        for name, model in (("small", tokenizer), ("deep", source))
+    )
+    for (saving, exporting), whole in run_ranks(peaks_of_writing, 2, small, deep):
+        assert saving < 0.2 * whole, (saving, whole)
+        assert exporting < 0.2 * whole, (exporting, whole)
+    both = [str(tmp_path / name / "checkpoints" / "step-00000001") for name in ("small", "deep")]
+    offline = run_ranks(peak_of_offline_export, 1, both, str(tmp_path / "out"))[0]
+    assert offline < 0.2 * whole, (offline, whole)
