@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -159,7 +160,7 @@ def load_tokenizer(model: ModelConfig) -> Any:
     except (OSError, ValueError) as error:
         raise ConfigError(
             "The tokenizer cannot be loaded.",
-            values=f"{path}: {str(error).splitlines()[0]}",
+            values=shorten(f"{path}: {error}", 300),
             fix="set model.tokenizer to a folder with tokenizer.json, or to a hub id that can be reached",
         ) from error
 

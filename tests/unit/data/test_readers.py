@@ -76,7 +76,7 @@ def test_broken_csv_rows_are_named_and_the_rest_is_kept(tmp_path: Path):
     good = {"prompt": "q", "completion": "a"}
     assert kinds == [good, "broken CSV", "broken CSV", {"prompt": "last", "completion": "two\nlines"}]
     assert [record.where.rsplit(":", 1)[1] for record in records] == ["2", "4", "5", "6"]
-    assert "1 cells where the header names 2" in str(records[1].value)
+    assert "1 cell where the header names 2" in str(records[1].value)
 
 
 def test_a_long_cell_is_read(tmp_path: Path):
