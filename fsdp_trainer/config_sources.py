@@ -24,9 +24,8 @@ class SourceConfig(Section):
 def check_sources(value: Any) -> Any:
     """Name the source and the part of it that is wrong; pydantic would only say that no kind of source fits."""
     if isinstance(value, list | tuple) and not value:
-        raise _wrong_source(
-            "an empty list names no data", "[]", "name a file, a folder or a hub id, or a list of these"
-        )
+        fix = "set {path} to a file, a folder or a hub id, or a list of these"
+        raise _wrong_source("an empty list names no data", "[]", fix)
     for entry in value if isinstance(value, list | tuple) else [value]:
         if not isinstance(entry, dict):
             continue
