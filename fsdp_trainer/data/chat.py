@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from fsdp_trainer.data.formats import Chat, RecordError, mark_parts
+from fsdp_trainer.data.formats import Chat, RecordError, mark_messages, mark_parts
 from fsdp_trainer.data.tokens import ControlTokens, build_control_tokens, is_hiding, texts_in
 from fsdp_trainer.errors import DataError
 
@@ -141,7 +141,9 @@ def chat_pieces(chat: Chat, *, template: ChatTemplate, train_on: str) -> tuple[l
     chat, notes = _without_control_tokens(chat, template=template)
     _check_parts(chat, template=template)
     if train_on == "all":
-        return [Piece(_render_chat(template, chat)[0], True)], notes
+        text = _render_chat(template, chat)[0]
+        _check_messages(text, chat, template=template)
+        return [Piece(text, True)], notes
     if not targets:
         raise RecordError("no answer", "no assistant message to train on")
     if train_on == "last_assistant":
@@ -155,6 +157,7 @@ def chat_pieces(chat: Chat, *, template: ChatTemplate, train_on: str) -> tuple[l
         text, _ = _render_chat(template, chat)
         spans = [_turn_span(text, chat, index, template=template, notes=notes) for index in filled]
         notes += [] if template.asks else [HEADER_TRAINED]
+    _check_messages(text, chat, template=template)
     for index, (start, end) in zip(filled, spans, strict=True):
         _check_whole_answer(text[start:end], chat.messages[index], index=index, asked=train_on)
     return _cut(text, spans), notes
@@ -255,7 +258,22 @@ def _answer_end(text: str, start: int, message: dict[str, Any], *, template: Cha
 
 def _check_parts(chat: Chat, *, template: ChatTemplate) -> None:
     """Refuse a template that leaves out a tool, a call or the last reasoning, anywhere in the conversation."""
-    marked, parts = mark_parts(chat)
+    _refuse_lost(*mark_parts(chat), template=template)
+
+
+def _check_messages(text: str, chat: Chat, *, template: ChatTemplate) -> None:
+    """Refuse a template that leaves out what somebody else than the assistant says, as many do with unknown roles."""
+    at = 0
+    for message in chat.messages:
+        if message["role"] != "assistant":
+            said = message["content"].strip()
+            if (found := text.find(said, at)) < 0:  # moved, written in another way, or left out: a mark in it tells
+                _refuse_lost(*mark_messages(chat), template=template)
+                return
+            at = found + len(said)
+
+
+def _refuse_lost(marked: Chat, parts: dict[str, str], *, template: ChatTemplate) -> None:
     text = _render_chat(template, marked)[0] if parts else ""
     if (lost := next((what for mark, what in parts.items() if mark not in text), None)) is not None:
         raise RecordError("template error", f"the chat template does not write {lost}; use one that does")

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from fsdp_trainer.config import COLUMNS
@@ -126,12 +127,7 @@ def mark_parts(chat: Chat) -> tuple[Chat, dict[str, str]]:
     nowhere else.
     """
     parts: dict[str, str] = {}
-
-    def mark(what: str) -> str:
-        name = f"fsdpTrainerPart{len(parts)}End"
-        parts[name] = what
-        return name
-
+    mark = partial(_mark, parts=parts)
     tools = []
     for tool in chat.tools:
         name = _function_name(tool)
@@ -152,6 +148,24 @@ def mark_parts(chat: Chat) -> tuple[Chat, dict[str, str]]:
         name = mark("the reasoning of the last answer")
         messages[-1] = last | {key: f"{last[key].rstrip()} {name}" for key in _REASONING_KEYS if key in last}
     return replace(chat, messages=tuple(messages), tools=tuple(tools)), parts
+
+
+def mark_messages(chat: Chat) -> tuple[Chat, dict[str, str]]:
+    """Return the conversation with a mark in all that others than the assistant say, and what each mark stands for."""
+    parts: dict[str, str] = {}
+    messages = []
+    for index, message in enumerate(chat.messages):
+        if message["role"] != "assistant" and message["content"].strip():
+            name = _mark(f"messages[{index}], of the role {message['role']!r}", parts=parts)
+            message = message | {"content": f"{message['content'].rstrip()} {name}"}
+        messages.append(message)
+    return replace(chat, messages=tuple(messages)), parts
+
+
+def _mark(what: str, *, parts: dict[str, str]) -> str:
+    name = f"fsdpTrainerPart{len(parts)}End"
+    parts[name] = what
+    return name
 
 
 def _fitting_format(record: dict[str, Any]) -> str | None:

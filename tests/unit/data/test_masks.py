@@ -303,7 +303,7 @@ def test_a_border_that_cannot_be_kept_is_refused(prepared, jsonl):
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_with_a_way_out(prepared, shown, jsonl):
-    rewriting = CHATML.replace("m['content']", "(m['content'] if loop.last else 'earlier')")
+    rewriting = CHATML.replace("m['content']", "(m['content'] if loop.last or m['role'] == 'user' else 'earlier')")
     tokenizer = build_tokenizer(template=rewriting)
     path = jsonl(chat("q", "one", "r", "two"))
     with pytest.raises(DataError, match=r"records.jsonl:1: .*last_assistant or all"):
