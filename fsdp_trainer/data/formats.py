@@ -114,7 +114,10 @@ def example_from_record(record: dict[str, Any], name: str) -> Chat | Plain:
         return Chat(_alpaca(record), tools=tools)
     key = _KEYS[name][0]
     messages = _messages(record[key], key)
-    if record.get("system") and messages[0]["role"] != "system":
+    if record.get("system") and messages[0]["role"] == "system":
+        if messages[0]["content"] != _string(record["system"], "system"):
+            raise RecordError("not supported", f"'system' and {key}[0] are two system messages; leave out one of them")
+    elif record.get("system"):
         messages = ({"role": "system", "content": _string(record["system"], "system")}, *messages)
     return Chat(messages, tools=tools)
 
@@ -322,7 +325,7 @@ def _tool_calls(value: Any, at: str) -> list[dict[str, Any]]:
 
 
 def _tools(value: Any) -> tuple[dict[str, Any], ...]:
-    tools = _parsed(value, "tools") if value else []
+    tools = (_parsed(value, "tools") if value else None) or []  # "null" is how a table of text writes none
     if not isinstance(tools, list):
         raise RecordError("wrong type", f"'tools' must be a list, not {_shown(tools)}")
     for index, tool in enumerate(tools):

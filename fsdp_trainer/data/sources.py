@@ -177,7 +177,7 @@ def _files_of(source: SourceConfig) -> tuple[Path, ...]:
     if path.is_file():
         refuse_unreadable(path)
         return (path,)
-    return _saved_files(path) if (path / "state.json").is_file() else _folder_files(path)
+    return _folder_files(path)
 
 
 def _folder_files(folder: Path) -> tuple[Path, ...]:
@@ -185,13 +185,6 @@ def _folder_files(folder: Path) -> tuple[Path, ...]:
 
     Hidden files and folders (. or _ in front) are not data, nor is what hub repositories keep beside it.
     """
-    if (folder / "dataset_dict.json").is_file():
-        splits = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
-        raise DataError(
-            "the folder holds several splits that datasets saved",
-            values=f"{folder}: {', '.join(splits)}",
-            fix=f"name one of them, such as {folder / splits[0]}",
-        )
     below = sorted(_files_below(folder, above=frozenset()))
     seen = [path for path in below if not any(part[0] in "._" for part in path.relative_to(folder).parts)]
     files = tuple(path for path in seen if file_kind(path) is not None and path.name not in _BESIDE_DATA)
@@ -210,11 +203,25 @@ def _files_below(folder: Path, *, above: frozenset[Path]) -> Iterator[Path]:
     real = folder.resolve()
     if real in above:  # a link to a folder that it stands in
         return
+    if (folder / "dataset_dict.json").is_file():
+        splits = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+        raise DataError(
+            "the folder holds several splits that datasets saved",
+            values=f"{folder}: {', '.join(splits)}",
+            fix=f"name one of them, such as {folder / splits[0]}",
+        )
+    if _is_saved(folder):
+        yield from _saved_files(folder)
+        return
     for path in folder.iterdir():
         if path.is_dir():
             yield from _files_below(path, above=above | {real})
         elif path.is_file():
             yield path
+
+
+def _is_saved(folder: Path) -> bool:
+    return (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
 
 
 def _saved_files(folder: Path) -> tuple[Path, ...]:
@@ -226,6 +233,8 @@ def _saved_files(folder: Path) -> tuple[Path, ...]:
         raise DataError(
             "the folder is not one that datasets saved", values=f"{folder}/state.json: {error}", fix="save it again"
         ) from error
+    if not files:
+        raise DataError("the saved data set holds no records", values=str(folder), fix=HOW_TO_WRITE["table"])
     if missing := [file for file in files if not file.is_file()]:
         raise DataError("a file of the saved data set is missing", values=str(missing[0]), fix="copy the whole folder")
     return files
@@ -276,4 +285,6 @@ def _hub_files(source: SourceConfig) -> tuple[Path, ...]:
     except Exception as error:  # it has no common base: connection, missing split, missing subset, a script
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise _not_loaded(source, reason) from error
+    if not found.cache_files:
+        raise _not_loaded(source, "it holds no records")
     return tuple(Path(file["filename"]) for file in found.cache_files)

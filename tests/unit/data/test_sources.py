@@ -564,3 +564,30 @@ def test_the_hub_is_asked_once_for_a_data_set_that_is_not_here(tmp_path: Path, m
         ):
             resolve_paths("no-such-organisation/none")
     assert time.monotonic() - began < 10
+
+
+def test_saved_data_sets_below_a_folder_and_empty_ones(tmp_path: Path):
+    import datasets
+
+    saved = datasets.Dataset.from_list([{"prompt": f"p{i}", "completion": "c"} for i in range(6)])
+    saved.save_to_disk(tmp_path / "all" / "one", num_shards=2)
+    # What `map` leaves in the folder of a loaded set is not of the set.
+    datasets.load_from_disk(str(tmp_path / "all" / "one")).map(lambda record: {"completion": "other"})
+    assert len(list((tmp_path / "all" / "one").glob("*.arrow"))) == 3
+    good, bad = read(tmp_path / "all")
+    assert not bad
+    assert [example.content for example in good] == [Plain(f"p{i}", "c") for i in range(6)]
+    datasets.Dataset.from_dict({"prompt": [], "completion": []}).save_to_disk(tmp_path / "none")
+    with pytest.raises(DataError, match="saved data set holds no records"):
+        resolve_paths(str(tmp_path / "none"))
+    datasets.DatasetDict({"train": saved, "test": saved}).save_to_disk(tmp_path / "all" / "two")
+    with pytest.raises(DataError, match="several splits"):
+        resolve_paths(str(tmp_path / "all"))
+
+
+def test_two_system_messages_are_refused_and_one_twice_is_one(jsonl):
+    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    assert contents(chat_of(jsonl, {"system": "s", "messages": turns})) == ["s", "q"]
+    _, bad = read(jsonl({"system": "other", "messages": turns}))
+    assert "two system messages" in bad[0].what
+    assert chat_of(jsonl, {"tools": "null", "messages": turns}).tools == ()
