@@ -101,8 +101,9 @@ class DataConfig(Section):
     format: Literal["auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt"] = Field(
         default="auto",
         description="Shape of a record. auto decides by the keys of a file's first good record; name it where a record "
-        "fits two shapes. messages also takes content parts of text, tool calls and reasoning; the sharegpt key is "
-        "conversations; alpaca becomes a question and an answer of a chat.",
+        "fits two shapes. messages also takes content parts of text, tool calls and reasoning, or all of it as "
+        "JSON text, as in a CSV file; the sharegpt key is conversations; alpaca becomes a question and an answer of a "
+        "chat.",
     )
     columns: dict[str, Text] = Field(
         default={},

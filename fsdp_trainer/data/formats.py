@@ -206,7 +206,8 @@ def _alpaca(record: dict[str, Any]) -> tuple[dict[str, Any], ...]:
 
 
 def _messages(value: Any, key: str) -> tuple[dict[str, Any], ...]:
-    value = _parsed(value, key)  # a CSV file can hold no list in another way
+    if isinstance(value, str) and value.lstrip().startswith("["):  # a CSV file can hold no list in another way
+        value = _parsed(value, key)
     if not isinstance(value, list):
         raise RecordError("wrong type", f"{key!r} must be a list of messages, not {_shown(value)}")
     if not value:

@@ -475,8 +475,8 @@ def test_messages_may_stand_as_json_text(jsonl, tmp_path: Path):
     assert chat_of(jsonl, {"messages": json.dumps(messages)}) == chat_of(jsonl, {"messages": messages})
     write_csv([{"messages": json.dumps(messages)}], tmp_path / "a.csv")
     assert contents(read(tmp_path / "a.csv")[0][0].content) == ['say "é", please', "é"]
-    _, bad = read(jsonl({"messages": "no messages"}))
-    assert bad[0].kind == "broken JSON"
+    _, bad = read(jsonl({"messages": "[no messages"}, {"messages": "no messages"}))
+    assert [record.kind for record in bad] == ["broken JSON", "wrong type"]
     assert "messages is text, but not the JSON" in bad[0].what
 
 
