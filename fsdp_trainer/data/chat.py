@@ -177,7 +177,7 @@ def _without_control_tokens(chat: Chat, *, template: ChatTemplate) -> tuple[Chat
 
     An answer is what the model writes, in tokens: there a control token may be meant. Anyone else only types text.
     """
-    everything = "\0".join(texts_in(chat.messages))
+    everything = "\0".join(texts_in((chat.messages, chat.tools)))
     if is_hiding(everything):
         raise RecordError("private character", "the text holds a character of Unicode's private plane 16")
     if not template.control.found_in(everything):
@@ -194,6 +194,9 @@ def _without_control_tokens(chat: Chat, *, template: ChatTemplate) -> tuple[Chat
                 messages[index] = {"role": message["role"], **template.control.hide(fields)}
         elif template.turn_end is not None and any(template.turn_end in text for text in texts_in(fields)):
             notes.append(END_INSIDE_ANSWER)
+    if template.control.found_in(chat.tools):
+        notes.append(TYPED_CONTROL)
+        chat = replace(chat, tools=tuple(template.control.hide(chat.tools))) if template.sanitize else chat
     return replace(chat, messages=tuple(messages)), sorted(set(notes))
 
 
