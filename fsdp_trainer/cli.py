@@ -5,7 +5,8 @@ Nothing here imports torch, so help and errors answer in well under a second.
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -100,9 +101,15 @@ def data(
     flags = ("--config", "--rows", "--plot", "--write", "--json")
     check_command_flags(context.args, root=Config, flags=flags)
     settings = Config.load(config, context.args)
-    # Imported here: help and errors about settings answer without torch.
-    from fsdp_trainer.preview import preview_data, save_plot
+    with _says_when_stopped("nothing is left behind"):
+        _show_data(settings, rows=rows, plot=plot, write=write, as_json=as_json)
 
+
+def _show_data(settings: Config, *, rows: int, plot: Path | None, write: bool, as_json: bool) -> None:
+    # Imported here: help and errors about settings answer without torch.
+    from fsdp_trainer.preview import check_plot, preview_data, save_plot
+
+    check_plot(plot)
     with preview_data(settings, write=write, show=not as_json) as preview:
         if as_json:
             print(json.dumps(preview.to_dict(), indent=2))
@@ -111,6 +118,15 @@ def data(
                 log_line(line)
         if plot is not None:
             save_plot(preview, plot)
+
+
+@contextmanager
+def _says_when_stopped(what: str) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        log_error(f"stopped by Ctrl-C; {what}")
+        raise
 
 
 @app.command()

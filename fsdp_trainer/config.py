@@ -17,9 +17,9 @@ from fsdp_trainer.config_checks import check_world_problems, find_conflicts
 from fsdp_trainer.config_origins import Origins
 from fsdp_trainer.config_reading import (
     Overrides,
+    apply_overrides,
     find_unknown_keys,
     merge_settings,
-    parse_overrides,
     parse_settings,
     raise_problems,
     read_settings_text,
@@ -138,9 +138,9 @@ class Config(Section):
         """
         text = read_settings_text(path) if path is not None else ""
         settings = parse_settings(text, source=str(path))
-        changes, flags = parse_overrides(overrides, root=cls)
+        flags = apply_overrides(settings, overrides, root=cls)
         origins = Origins(str(path) if path is not None else "", text, flags)
-        return cls.model_validate({_ORIGINS: origins, **merge_settings(settings, changes)})
+        return cls.model_validate({_ORIGINS: origins, **settings})
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> Self:

@@ -377,6 +377,16 @@ def check_model_path(path: str) -> None:
     raise ConfigError(what, values=values, fix=fix)
 
 
+def check_learned_positions(seq_len: int, *, limit: int) -> None:
+    """Raise ConfigError for rows longer than a model's table of `limit` learned positions."""
+    if seq_len > limit:
+        raise ConfigError(
+            "Rows would be longer than the model's table of positions.",
+            values=f"data.seq_len: {seq_len}, max_position_embeddings {limit}",
+            fix=f"set data.seq_len to at most {limit}",
+        )
+
+
 def check_world_problems(config: "Config", world_size: int) -> list[Problem]:
     """Return what is wrong with the settings on this number of ranks."""
     return [*_groups(config, world_size), *_accumulation(config, world_size)]

@@ -33,8 +33,9 @@ class Origins:
         return "; ".join(f"{name} {place}" for name, place in places.items())
 
     def _place(self, name: str, lines: Mapping[str, int]) -> str:
-        if name in self.flags:
-            return f"from the flag {self.flags[name]}"
+        flags = {flag: None for key, flag in self.flags.items() if key == name or key.startswith(f"{name}.")}
+        if flags:
+            return f"from the flag{'s' * (len(flags) > 1)} {', '.join(flags)}"
         return f"from {self.file}, line {lines[name]}" if name in lines else "by default"
 
 

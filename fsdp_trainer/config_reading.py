@@ -87,11 +87,19 @@ def _written(problem: Problem, origins: Origins | None) -> str:
 
 def format_value(value: Any) -> str:
     """Show a value the way it would be written in the file, cut to a readable length."""
+    value = _plain(value)
     if value is None or isinstance(value, bool):
         text = {None: "null", True: "true", False: "false"}[value]
     else:
         text = repr(value)
     return text if len(text) <= 200 else text[:197] + "..."
+
+
+def _plain(value: Any) -> Any:
+    """Return models and tuples as the mappings and lists of a settings file, without what was not written."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json", exclude_none=True)
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def parse_yaml(text: str, *, source: str, what: str = "the settings are", fix: str | None = None) -> Any:
@@ -158,17 +166,16 @@ def _settings_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.y*ml")) if folder.is_dir() else []
 
 
-def parse_overrides(overrides: Overrides, *, root: type[BaseModel]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Turn `--section.key=value` words, or a nested or dotted mapping, into nested dictionaries. The last one wins.
+def apply_overrides(settings: dict[str, Any], overrides: Overrides, *, root: type[BaseModel]) -> dict[str, str]:
+    """Put `--section.key=value` words, or a nested or dotted mapping, over settings in place. The last one wins.
 
-    Also returns what gave each dotted name, for the error messages.
+    Returns what gave each dotted name, for the error messages.
     """
-    nested: dict[str, Any] = {}
     flags: dict[str, str] = {}
     for path, value in _override_pairs(overrides, root=root):
-        merge_settings(nested, _nest(path, value))
+        merge_settings(settings, {path: value})
         flags |= dict.fromkeys(leaf_names(str(path), value), f"--{path}")
-    return nested, flags
+    return flags
 
 
 def _override_pairs(overrides: Overrides, *, root: type[BaseModel]) -> Iterator[tuple[str, Any]]:
@@ -231,22 +238,25 @@ def field_annotation(name: str, *, root: type[BaseModel]) -> Any:
     return model
 
 
-def _nest(path: str, value: Any) -> dict[str, Any]:
-    for part in reversed(str(path).split(".")):
-        value = {part: value}
-    return value
-
-
 def merge_settings(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Put `changes` over `base` in place, section by section, and return it. Dotted keys are taken apart."""
     for key, value in changes.items():
         if isinstance(key, str) and "." in key:
-            merge_settings(base, _nest(key, value))
+            _put_at(base, key.split("."), value)
         elif isinstance(value, Mapping) and isinstance(base.get(key), Mapping | None) and key != "columns":
             base[key] = merge_settings(dict(base.get(key) or {}), value)
         else:
             base[key] = value
     return base
+
+
+def _put_at(base: dict[str, Any], parts: Sequence[str], value: Any) -> None:
+    """Put a value at a dotted name, beside what else stands there: two flags may each rename one column."""
+    for part in parts[:-1]:
+        inner = base.get(part)
+        base[part] = dict(inner) if isinstance(inner, Mapping) else {}
+        base = base[part]
+    merge_settings(base, {parts[-1]: value})
 
 
 def dotted_names(model: type[BaseModel], prefix: str = "") -> list[str]:
@@ -319,12 +329,16 @@ def translate_errors(error: ValidationError, *, settings: Mapping[Any, Any], roo
             shown = ", ".join(f"{path}.{key}: {format_value(value)}" for key, value in item["input"].items())
             depends = (path, f"{path}.zero_stage", f"{path}.replicate")
             problems.setdefault(path, Problem(item["msg"], shown, f"set {path}.replicate: 2 or more", depends))
+        elif item["type"] == WRONG_PART:
+            said, what = item["ctx"], f"{path} cannot be used: {item['msg']}"
+            problems.setdefault(path, Problem(what, f"{path}: {said['found']}", said["fix"].format(path=path), (path,)))
         elif item["type"] != "extra_forbidden":  # find_unknown_keys says it with the nearest name
             problems.setdefault(path, _wrong_value(path, _find_value(path, settings, item["input"]), root=root))
     return list(problems.values())
 
 
 NEEDS_REPLICAS = "needs_replicas"  # the one error of a whole section: a strategy name that needs a second setting
+WRONG_PART = "wrong_part"  # of a setting that has parts; the error's context has `found` and `fix`
 
 
 def _setting_path(location: Iterable[Any], *, root: type[BaseModel]) -> str:

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from fsdp_trainer.config_reading import NEEDS_REPLICAS, Takes
+from fsdp_trainer.config_sources import SomeSources, SourceConfig, check_sources
 from fsdp_trainer.config_types import (
     Betas,
     Section,
@@ -71,18 +72,6 @@ COLUMNS = ("messages", "conversations", "prompt", "completion", "instruction", "
 COLUMNS += ("tools", "system", "input", "history")
 
 
-class SourceConfig(Section):
-    """One source of data, where it takes more than a path to say."""
-
-    path: Text = Field(description="A file, a folder or a hub id.")
-    weight: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="Its share of the rows of an epoch, relative to the other sources' weights."
-    )
-    split: Text | None = Field(default=None, description="Split of a hub data set; null takes train.")
-    subset: Text | None = Field(default=None, description="Subset of a hub data set; null takes its default.")
-
-
-SomeSources = Annotated[tuple[Text | SourceConfig, ...], Field(min_length=1), BeforeValidator(tuple_from_list)]
 _SOURCES = Takes("a path, a mapping {path, weight, split, subset}, or a list of these")
 _HELD_OUT = Takes("a share above 0 and below 1, a path, a mapping {path, split, subset}, or a list of these")
 
@@ -90,7 +79,7 @@ _HELD_OUT = Takes("a share above 0 and below 1, a path, a mapping {path, split, 
 class DataConfig(Section):
     """What is trained on, and how records become rows of tokens."""
 
-    train: Annotated[Text | SourceConfig | SomeSources, _SOURCES] = Field(
+    train: Annotated[Text | SourceConfig | SomeSources, BeforeValidator(check_sources), _SOURCES] = Field(
         default="data/train.jsonl",
         description="Training data: a file (JSONL, a JSON array, Parquet, CSV, TSV, Arrow, or plain text, which is one "
         "record a file; each also as .gz or .zst), a folder of them, a folder that datasets saved, a hub id "
@@ -99,7 +88,11 @@ class DataConfig(Section):
         "from its own shuffled rows in turn (some twice where it is short, some only in a later epoch where it is "
         "long).",
     )
-    eval: Annotated[Text | SourceConfig | SomeSources | Annotated[float, Field(gt=0, lt=1)] | None, _HELD_OUT] = Field(
+    eval: Annotated[
+        Text | SourceConfig | SomeSources | Annotated[float, Field(gt=0, lt=1)] | None,
+        BeforeValidator(check_sources),
+        _HELD_OUT,
+    ] = Field(
         default=None,
         description="Held-out data in the same forms (without weights: each row counts once), or a share between 0 and "
         "1 of the training data (such as 0.02), which then does not train. A share is taken by record, from the "
@@ -109,8 +102,9 @@ class DataConfig(Section):
     format: Literal["auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt"] = Field(
         default="auto",
         description="Shape of a record. auto decides by the keys of a file's first good record; name it where a record "
-        "fits two shapes. messages also takes content parts of text, tool calls and reasoning; the sharegpt key is "
-        "conversations; alpaca becomes a question and an answer of a chat.",
+        "fits two shapes. messages also takes content parts of text, tool calls and reasoning, or all of it as "
+        "JSON text, as in a CSV file; the sharegpt key is conversations; alpaca becomes a question and an answer of a "
+        "chat.",
     )
     columns: dict[str, Text] = Field(
         default={},
@@ -167,8 +161,9 @@ class DataConfig(Section):
         description="Read and tokenise the training data while training instead of before it, for data larger than "
         "disk or memory: nothing is cached. Needs train.max_steps. Every process reads the whole stream and takes its "
         "rows of each step, so a step sees the same rows on any number of GPUs, and a resume goes on at the next row. "
-        "A start and a resume tokenise one buffer before the first step. A bad record stops the run when it is met: "
-        "on_bad_record: skip suits a long stream.",
+        "A start and a resume tokenise one buffer before the first step. A resume knows the files by their bytes: up "
+        "to 8 GiB are read whole for that, of more than that 1 GiB spread over them, so that a change of equal size in "
+        "the rest is not noticed. A bad record stops the run when it is met: on_bad_record: skip suits a long stream.",
     )
     shuffle_buffer: Annotated[int, Field(ge=1)] = Field(
         default=10_000,

@@ -22,7 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from fsdp_trainer.attention import choose_attention
-from fsdp_trainer.config_checks import check_model_path
+from fsdp_trainer.config import ModelConfig
+from fsdp_trainer.config_checks import check_learned_positions, check_model_path
 from fsdp_trainer.custom_code import building_arguments, check_custom_code, one_at_a_time
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.export_checksums import refuse_damaged_sides
@@ -90,12 +91,21 @@ def check_positions(hf_config: Any, parts: ModelParts, *, seq_len: int) -> None:
     """Refuse rows longer than a table of learned positions; rotary positions are checked by document, see below."""
     limit = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
     learned = any(isinstance(m, nn.Embedding) and m is not parts.embedding for m in parts.decoder.modules())
-    if learned and limit is not None and seq_len > limit:
-        raise ConfigError(
-            "Rows would be longer than the model's table of positions.",
-            values=f"data.seq_len: {seq_len}, max_position_embeddings {limit}",
-            fix=f"set data.seq_len to at most {limit}",
+    if learned and limit is not None:
+        check_learned_positions(seq_len, limit=limit)
+
+
+def check_row_length(section: ModelConfig, *, seq_len: int) -> None:
+    """Refuse what `check_positions` refuses, from the model's config alone.
+
+    Where rows are longer than the model's positions, the model is built without weights, to see what they are.
+    """
+    hf_config = load_hf_config(section.path, revision=section.revision, trust_remote_code=section.trust_remote_code)
+    if seq_len > (getattr(hf_config.get_text_config(), "max_position_embeddings", None) or seq_len):
+        model = build_meta_model(
+            hf_config, attention="eager", dtype=torch.float32, trust_remote_code=section.trust_remote_code
         )
+        check_positions(model.config, find_parts(model), seq_len=seq_len)
 
 
 def check_longest_document(hf_config: Any, *, longest_tokens: int) -> None:

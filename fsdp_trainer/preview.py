@@ -16,7 +16,11 @@ from rich.text import Text
 from fsdp_trainer.config import Config
 from fsdp_trainer.data.describe import format_length_bars, format_sample, save_length_plot
 from fsdp_trainer.errors import ConfigError
+from fsdp_trainer.model import check_row_length
 from fsdp_trainer.training_data import TrainingData, load_training_data
+from fsdp_trainer.units import format_number
+
+_PICTURES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,8 @@ class DataPreview:
                 yield Text(f"{name}: warning: {warning}", style="yellow" if colour else "")
         batch = self.config.batch.global_batch_size
         if self.data.steps_per_epoch is not None:
-            yield f"{self.data.steps_per_epoch:,} steps an epoch, of {batch:,} rows each; {self.steps:,} in the run"
+            steps = format_number(self.data.steps_per_epoch, "step")
+            yield f"{steps} an epoch, of {format_number(batch, 'row')} each; {self.steps:,} in the run"
         rows = self.data.train
         for index in np.unique(np.linspace(0, rows.n_rows - 1, min(samples, rows.n_rows), dtype=np.int64)).tolist():
             yield f"row {index} (what is trained on is marked):"
@@ -73,10 +78,21 @@ def preview_data(config: Config, *, write: bool, show: bool) -> Iterator[DataPre
             values="--write, data.streaming: true",
             fix="leave out --write, or set data.streaming: false",
         )
+    check_row_length(config.model, seq_len=config.data.seq_len)
     with tempfile.TemporaryDirectory() as scratch:
         settings = config if write else _with_cache(config, scratch)
         data = load_training_data(settings, is_writer=True, show=show)
         yield DataPreview(data=data, config=config, cache=_folder_of(data) if write else None)
+
+
+def check_plot(path: Path | None) -> None:
+    """Refuse a picture whose file name does not say how to write it, before any data is read."""
+    if path is not None and path.suffix.lower() not in _PICTURES:
+        raise ConfigError(
+            "The name of the picture does not say what kind it is.",
+            values=f"--plot {path}",
+            fix=f"give a file that ends in {', '.join(_PICTURES)}",
+        )
 
 
 def save_plot(preview: DataPreview, path: Path) -> None:

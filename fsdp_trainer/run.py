@@ -111,7 +111,9 @@ def _build_meta(config: Config) -> tuple[Any, Any, ModelParts]:
         dtype=torch.float32,
         trust_remote_code=section.trust_remote_code,
     )
-    return hf_config, model, find_parts(model)
+    parts = find_parts(model)
+    check_positions(model.config, parts, seq_len=config.data.seq_len)
+    return hf_config, model, parts
 
 
 def check_model(config: Config, runtime: Runtime) -> None:
@@ -124,7 +126,6 @@ def check_model(config: Config, runtime: Runtime) -> None:
     check_decoder(model, parts, packing=config.data.packing, seq_len=config.data.seq_len)
     check_layer_class(runtime.launched_with, type(parts.layers[0]).__name__)
     find_logit_transform(model, decoder=parts.decoder, head=parts.head, hf_config=model.config)
-    check_positions(model.config, parts, seq_len=config.data.seq_len)
     apply_freezing(model, config.model.freeze)
     if config.model.init == "pretrained":
         plan_loading(model, find_folder(config.model.path, revision=config.model.revision))

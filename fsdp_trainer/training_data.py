@@ -3,6 +3,7 @@
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -109,7 +110,7 @@ def load_training_data(
         reports=tuple((_report_name(name, stream), report) for name, (_, report) in prepared.items()),
         tokenizer=tokenizer,
         generation_config=load_generation_config(config.model),
-        pad_token_id=_pad_token_id(tokenizer),
+        pad_token_id=_pad_token_id(tokenizer, vocab_size=vocab_size),
         steps_per_epoch=None if stream else steps_per_epoch(train.n_rows, global_batch_size=batch),
         digest=stream_digest(stream, first=identify_rows(train)) if stream else identify_rows(train),
         code=digest_of_code(read_custom_code(hf_config)) if config.model.trust_remote_code else None,
@@ -162,7 +163,7 @@ def load_tokenizer(model: ModelConfig) -> Any:
     except (OSError, ValueError) as error:
         raise ConfigError(
             "The tokenizer cannot be loaded.",
-            values=f"{path}: {str(error).splitlines()[0]}",
+            values=shorten(f"{path}: {error}", 300),
             fix="set model.tokenizer to a folder with tokenizer.json, or to a hub id that can be reached",
         ) from error
 
@@ -175,10 +176,13 @@ def load_generation_config(model: ModelConfig) -> GenerationConfig | None:
         return None
 
 
-def _pad_token_id(tokenizer: Any) -> int:
-    """Padding is masked by position, never by id, so any valid id will do."""
+def _pad_token_id(tokenizer: Any, *, vocab_size: int) -> int:
+    """Padding is masked by position, never by id, so any id of the embedding table will do.
+
+    A pad token that was added to the tokenizer alone has none there.
+    """
     for candidate in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if candidate is not None:
+        if candidate is not None and candidate < vocab_size:
             return candidate
     return 0
 

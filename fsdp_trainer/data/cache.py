@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Split = Literal["train", "eval"]
-_CACHE_FORMAT = 4  # raise it when the same input would give other rows
+_CACHE_FORMAT = 5  # raise it when the same input would give other rows
 
 
 def evaluation_source(data: DataConfig) -> Named | None:

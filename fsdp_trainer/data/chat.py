@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from fsdp_trainer.data.formats import Chat, RecordError, mark_parts
+from fsdp_trainer.data.formats import Chat, RecordError, mark_messages, mark_parts
 from fsdp_trainer.data.tokens import ControlTokens, build_control_tokens, is_hiding, texts_in
 from fsdp_trainer.errors import DataError
 
@@ -25,6 +25,7 @@ _QUESTION, _PROBE = "ASKED", "PROBE"
 TYPED_CONTROL = "control tokens in messages"
 END_INSIDE_ANSWER = "end of turn inside an answer"
 REWRITTEN = "answers written differently once more follows"
+HEADER_TRAINED = "answers trained on with their header"
 
 
 class Piece(NamedTuple):
@@ -50,6 +51,7 @@ class ChatTemplate:
     variables: dict[str, Any]  # bos_token and the like, which templates write out
     turn_end: str | None  # text of the token that ends an assistant turn; None: no such token was found
     has_markers: bool  # generation markers that cover an answer with the end of its turn, and no question
+    asks: bool  # it can write the header of the next answer; where it cannot, an answer's header is part of the answer
     control: ControlTokens
     sanitize: bool  # typed control tokens become plain text
 
@@ -62,7 +64,7 @@ class ChatTemplate:
 def read_chat_template(path: str | Path | None, *, tokenizer: "PreTrainedTokenizerBase") -> str | None:
     """Return the text of a template file, or the tokenizer's own template; None when it has none."""
     if path is None:
-        return tokenizer.get_chat_template() if tokenizer.chat_template else None
+        return _own_template(tokenizer)
     try:
         return Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -71,17 +73,32 @@ def read_chat_template(path: str | Path | None, *, tokenizer: "PreTrainedTokeniz
         ) from error
 
 
+def _own_template(tokenizer: "PreTrainedTokenizerBase") -> str | None:
+    found = tokenizer.chat_template
+    if isinstance(found, dict) and "default" not in found:
+        raise DataError(
+            "the tokenizer has several chat templates and none of them is its default",
+            values=f"{tokenizer.name_or_path}: {', '.join(map(str, found))}",
+            fix="write the one you mean to a file and name that in data.chat_template",
+        )
+    return tokenizer.get_chat_template() if found else None
+
+
 def build_chat_template(source: str, *, tokenizer: "PreTrainedTokenizerBase", sanitize: bool = True) -> ChatTemplate:
     """Compile a template and learn from a probe conversation how it ends an assistant turn."""
     control = build_control_tokens(tokenizer)
     variables = dict(tokenizer.special_tokens_map)
-    bare = ChatTemplate(source, variables, turn_end=None, has_markers=False, control=control, sanitize=sanitize)
+    bare = ChatTemplate(
+        source, variables, turn_end=None, has_markers=False, asks=True, control=control, sanitize=sanitize
+    )
     probe = ({"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _PROBE})
     try:
         text, spans = _render(bare, probe, markers="endgeneration" in source)
     except jinja2.TemplateSyntaxError as error:
         raise DataError(
-            "the chat template is not valid Jinja", values=f"line {error.lineno}: {error.message}", fix="repair it"
+            "the chat template is not valid Jinja",
+            values=f"line {error.lineno}: {error.message}",
+            fix="repair it, or name another in data.chat_template",
         ) from error
     except RecordError:  # a template that wants another order; the records themselves will tell
         return bare
@@ -90,7 +107,18 @@ def build_chat_template(source: str, *, tokenizer: "PreTrainedTokenizerBase", sa
     marked = [text[start:stop] for start, stop in spans]
     covered = bool(marked) and _PROBE in marked[-1] and (turn_end is None or turn_end in marked[-1])
     covered = covered and not any(_QUESTION in stretch for stretch in marked)
-    return ChatTemplate(source, variables, turn_end=turn_end, has_markers=covered, control=control, sanitize=sanitize)
+    return replace(bare, turn_end=turn_end, has_markers=covered, asks=_can_ask(bare, probe))
+
+
+def _can_ask(template: ChatTemplate, probe: Sequence[dict[str, Any]]) -> bool:
+    """Tell whether the header of an answer stands in what the model is asked with, whatever asks for it."""
+    try:
+        question, asked = (_render(template, probe[:1], ask=ask)[0] for ask in (False, True))
+    except RecordError:  # a question alone is no conversation to it
+        return True
+    text = _render(template, probe)[0]
+    header = text[len(question) : text.rfind(_PROBE)]
+    return asked != question or not text.startswith(question) or not header.strip()
 
 
 def chat_pieces(chat: Chat, *, template: ChatTemplate, train_on: str) -> tuple[list[Piece], list[str]]:
@@ -113,7 +141,9 @@ def chat_pieces(chat: Chat, *, template: ChatTemplate, train_on: str) -> tuple[l
     chat, notes = _without_control_tokens(chat, template=template)
     _check_parts(chat, template=template)
     if train_on == "all":
-        return [Piece(_render_chat(template, chat)[0], True)], notes
+        text = _render_chat(template, chat)[0]
+        _check_messages(text, chat, template=template)
+        return [Piece(text, True)], notes
     if not targets:
         raise RecordError("no answer", "no assistant message to train on")
     if train_on == "last_assistant":
@@ -126,6 +156,8 @@ def chat_pieces(chat: Chat, *, template: ChatTemplate, train_on: str) -> tuple[l
     if not spans:
         text, _ = _render_chat(template, chat)
         spans = [_turn_span(text, chat, index, template=template, notes=notes) for index in filled]
+        notes += [] if template.asks else [HEADER_TRAINED]
+    _check_messages(text, chat, template=template)
     for index, (start, end) in zip(filled, spans, strict=True):
         _check_whole_answer(text[start:end], chat.messages[index], index=index, asked=train_on)
     return _cut(text, spans), notes
@@ -145,7 +177,7 @@ def _without_control_tokens(chat: Chat, *, template: ChatTemplate) -> tuple[Chat
 
     An answer is what the model writes, in tokens: there a control token may be meant. Anyone else only types text.
     """
-    everything = "\0".join(texts_in(chat.messages))
+    everything = "\0".join(texts_in((chat.messages, chat.tools)))
     if is_hiding(everything):
         raise RecordError("private character", "the text holds a character of Unicode's private plane 16")
     if not template.control.found_in(everything):
@@ -162,6 +194,9 @@ def _without_control_tokens(chat: Chat, *, template: ChatTemplate) -> tuple[Chat
                 messages[index] = {"role": message["role"], **template.control.hide(fields)}
         elif template.turn_end is not None and any(template.turn_end in text for text in texts_in(fields)):
             notes.append(END_INSIDE_ANSWER)
+    if template.control.found_in(chat.tools):
+        notes.append(TYPED_CONTROL)
+        chat = replace(chat, tools=tuple(template.control.hide(chat.tools))) if template.sanitize else chat
     return replace(chat, messages=tuple(messages)), sorted(set(notes))
 
 
@@ -226,7 +261,22 @@ def _answer_end(text: str, start: int, message: dict[str, Any], *, template: Cha
 
 def _check_parts(chat: Chat, *, template: ChatTemplate) -> None:
     """Refuse a template that leaves out a tool, a call or the last reasoning, anywhere in the conversation."""
-    marked, parts = mark_parts(chat)
+    _refuse_lost(*mark_parts(chat), template=template)
+
+
+def _check_messages(text: str, chat: Chat, *, template: ChatTemplate) -> None:
+    """Refuse a template that leaves out what somebody else than the assistant says, as many do with unknown roles."""
+    at = 0
+    for message in chat.messages:
+        if message["role"] != "assistant":
+            said = message["content"].strip()
+            if (found := text.find(said, at)) < 0:  # moved, written in another way, or left out: a mark in it tells
+                _refuse_lost(*mark_messages(chat), template=template)
+                return
+            at = found + len(said)
+
+
+def _refuse_lost(marked: Chat, parts: dict[str, str], *, template: ChatTemplate) -> None:
     text = _render_chat(template, marked)[0] if parts else ""
     if (lost := next((what for mark, what in parts.items() if mark not in text), None)) is not None:
         raise RecordError("template error", f"the chat template does not write {lost}; use one that does")
@@ -292,6 +342,6 @@ def _render(
         )
     except jinja2.TemplateSyntaxError:
         raise
-    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         raise RecordError("template error", f"the chat template refuses this conversation: {error}") from error
     return texts[0], [(int(start), int(end)) for start, end in spans[0]] if markers else []

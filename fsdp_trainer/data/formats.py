@@ -8,12 +8,15 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from fsdp_trainer.config import COLUMNS
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_SAME_ROLE = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}
+_SAME_ROLE = {"human": "user", "gpt": "assistant", "model": "assistant", "function_call": "assistant"}
+_SAME_ROLE |= {"observation": "tool", "function": "tool", "ipython": "tool"}
+_TEXT_PARTS = ("text", "input_text", "output_text")
 # In the order they are tried: the published alpaca files also have a "text" column with the prompt inside it, which
 # would be trained on if it were taken for plain text.
 _KEYS = {
@@ -75,7 +78,11 @@ def recognise_format(record: dict[str, Any]) -> str:
     for keys in (_KEYS["prompt_completion"], _KEYS["alpaca"]):
         if half := [key for key in keys if key in record]:
             other = next(key for key in keys if key not in record)
-            raise RecordError("missing field", f"{half[0]!r} without {other!r}; it has {sorted(record)}")
+            raise RecordError(
+                "missing field",
+                f"{half[0]!r} without {other!r}; it has {sorted(record)}; data.columns: {{{other}: NAME}} renames what "
+                "the file calls differently",
+            )
     names = tuple(key for keys in _KEYS.values() for key in keys)
     near = [f"{key!r} for {match[0]!r}" for key in record if (match := difflib.get_close_matches(key, names, n=1))]
     hint = f"; did you write {near[0]}?" if near else ""
@@ -91,8 +98,12 @@ def example_from_record(record: dict[str, Any], name: str) -> Chat | Plain:
     if missing := [key for key in _KEYS[name] if key not in record]:
         other = _fitting_format(record) or ("ready-made tokens" if "input_ids" in record else None)
         if other is not None:
-            raise RecordError("another format", f"this record is {other}, the file is {name}; one file has one format")
-        raise RecordError("missing field", f"no {missing[0]!r} in a {name} record; it has {sorted(record)}")
+            raise RecordError(
+                "another format",
+                f"this record is {other}, the file is {name} (by data.format, or else by its first good record); one "
+                "file has one format",
+            )
+        raise RecordError("missing field", f"no {missing[0]!r}, which {name} needs; the record has {sorted(record)}")
     if name == "text":
         _refuse_tools(record)
         return Plain("", _string(record["text"], "text"))
@@ -103,7 +114,10 @@ def example_from_record(record: dict[str, Any], name: str) -> Chat | Plain:
         return Chat(_alpaca(record), tools=tools)
     key = _KEYS[name][0]
     messages = _messages(record[key], key)
-    if record.get("system") and messages[0]["role"] != "system":
+    if record.get("system") and messages[0]["role"] == "system":
+        if messages[0]["content"] != _string(record["system"], "system"):
+            raise RecordError("not supported", f"'system' and {key}[0] are two system messages; leave out one of them")
+    elif record.get("system"):
         messages = ({"role": "system", "content": _string(record["system"], "system")}, *messages)
     return Chat(messages, tools=tools)
 
@@ -116,12 +130,7 @@ def mark_parts(chat: Chat) -> tuple[Chat, dict[str, str]]:
     nowhere else.
     """
     parts: dict[str, str] = {}
-
-    def mark(what: str) -> str:
-        name = f"fsdpTrainerPart{len(parts)}End"
-        parts[name] = what
-        return name
-
+    mark = partial(_mark, parts=parts)
     tools = []
     for tool in chat.tools:
         name = _function_name(tool)
@@ -142,6 +151,24 @@ def mark_parts(chat: Chat) -> tuple[Chat, dict[str, str]]:
         name = mark("the reasoning of the last answer")
         messages[-1] = last | {key: f"{last[key].rstrip()} {name}" for key in _REASONING_KEYS if key in last}
     return replace(chat, messages=tuple(messages), tools=tuple(tools)), parts
+
+
+def mark_messages(chat: Chat) -> tuple[Chat, dict[str, str]]:
+    """Return the conversation with a mark in all that others than the assistant say, and what each mark stands for."""
+    parts: dict[str, str] = {}
+    messages = []
+    for index, message in enumerate(chat.messages):
+        if message["role"] != "assistant" and message["content"].strip():
+            name = _mark(f"messages[{index}], of the role {message['role']!r}", parts=parts)
+            message = message | {"content": f"{message['content'].rstrip()} {name}"}
+        messages.append(message)
+    return replace(chat, messages=tuple(messages)), parts
+
+
+def _mark(what: str, *, parts: dict[str, str]) -> str:
+    name = f"fsdpTrainerPart{len(parts)}End"
+    parts[name] = what
+    return name
 
 
 def _fitting_format(record: dict[str, Any]) -> str | None:
@@ -170,14 +197,17 @@ def _alpaca(record: dict[str, Any]) -> tuple[dict[str, Any], ...]:
         raise RecordError("not supported", "'history' of an alpaca record is not read; use messages for several turns")
     asked = _string(record["instruction"], "instruction")
     if record.get("input") is not None and (given := _string(record["input"], "input")).strip():
-        asked = f"{asked}\n\n{given}"
-    messages = [{"role": "user", "content": asked}, _message({"role": "assistant", "content": record["output"]}, "")]
+        asked = f"{asked}\n\n{given}" if asked.strip() else given
+    answer = {"role": "assistant", "content": "" if record["output"] is None else _content(record["output"], "output")}
+    messages = [{"role": "user", "content": asked}, answer]
     if record.get("system"):
         messages.insert(0, {"role": "system", "content": _string(record["system"], "system")})
     return tuple(messages)
 
 
 def _messages(value: Any, key: str) -> tuple[dict[str, Any], ...]:
+    if isinstance(value, str) and value.lstrip().startswith("["):  # a CSV file can hold no list in another way
+        value = _parsed(value, key)
     if not isinstance(value, list):
         raise RecordError("wrong type", f"{key!r} must be a list of messages, not {_shown(value)}")
     if not value:
@@ -190,10 +220,11 @@ def _message(value: Any, at: str) -> dict[str, Any]:
         raise RecordError("wrong type", f"{at} must be an object with role and content, not {_shown(value)}")
     # A table has every column in every row: null there is what is left out elsewhere.
     value = {key: item for key, item in value.items() if item is not None}
-    name, text = ("from", "value") if "role" not in value and "from" in value else ("role", "content")
+    name = "from" if "role" not in value and "from" in value else "role"
+    text = "value" if "content" not in value and "value" in value else "content"
     role = _role(value.get(name), at, key=name)
     message: dict[str, Any] = {"role": role, "content": ""}
-    if value.get(name) == "function_call":
+    if str(value[name]).strip().lower() == "function_call":
         message |= _called(value.get(text), f"{at}.{text}")
     elif text in value or role != "assistant":  # no answer is an empty one, which is no target; not the text "None"
         message["content"] = _content(value.get(text), f"{at}.{text}")
@@ -236,13 +267,14 @@ def _role(role: Any, at: str, *, key: str) -> str:
     if not isinstance(role, str):
         found = f"has no {key!r}" if role is None else f"has the role {_shown(role)}"
         raise RecordError("missing field" if role is None else "wrong type", f"{at} {found}")
-    role = _SAME_ROLE.get(role, role)
-    if role not in ROLES:
-        near = difflib.get_close_matches(role.lower(), ROLES, n=1)
+    plain = role.strip().lower()  # Human, GPT and USER stand in published files
+    known_role = _SAME_ROLE.get(plain, plain)
+    if known_role not in ROLES:
+        near = difflib.get_close_matches(plain, ROLES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         known = ", ".join((*ROLES, *_SAME_ROLE))
         raise RecordError("unknown role", f"{at} has the unknown role {role!r}; known: {known}{hint}")
-    return role
+    return known_role
 
 
 def _content(value: Any, at: str) -> str:
@@ -254,8 +286,10 @@ def _content(value: Any, at: str) -> str:
         if isinstance(part, str):
             texts.append(part)
             continue
-        kind = part.get("type") if isinstance(part, dict) else _shown(part)
-        if kind != "text":
+        if not isinstance(part, dict):
+            raise RecordError("not supported", f"{at}[{index}] is {_shown(part)}; only text is read")
+        kind = part.get("type", "text" if "text" in part else "unknown")
+        if kind not in _TEXT_PARTS:
             raise RecordError("not supported", f"{at}[{index}] is of type {kind!r}; only text is read")
         texts.append(_string(part.get("text"), f"{at}[{index}].text"))
     return "".join(texts)
@@ -265,8 +299,10 @@ def _called(value: Any, at: str) -> dict[str, Any]:
     """Read the turn of a sharegpt file that calls a function: a call in its usual form, else the text as it is."""
     text = _string(value, at)
     try:
-        call = json.loads(text)
-    except (ValueError, RecursionError):
+        call = _parsed(text, at)
+    except RecordError as error:
+        if error.kind == "lone surrogate":
+            raise
         return {"content": text}
     if isinstance(call, dict) and {"name", "arguments"} <= call.keys():
         return {"tool_calls": _tool_calls([call], at)}
@@ -290,7 +326,7 @@ def _tool_calls(value: Any, at: str) -> list[dict[str, Any]]:
 
 
 def _tools(value: Any) -> tuple[dict[str, Any], ...]:
-    tools = _parsed(value, "tools") if value else []
+    tools = (_parsed(value, "tools") if value else None) or []  # "null" is how a table of text writes none
     if not isinstance(tools, list):
         raise RecordError("wrong type", f"'tools' must be a list, not {_shown(tools)}")
     for index, tool in enumerate(tools):
@@ -315,9 +351,14 @@ def _parsed(value: Any, at: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        parsed = json.loads(value)
+        json.dumps(parsed, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        code = f"\\u{ord(error.object[error.start]):04x}"
+        raise RecordError("lone surrogate", f"{at} holds {code}, half of a character pair") from None
     except (ValueError, RecursionError) as error:
         raise RecordError("broken JSON", f"{at} is text, but not the JSON it should be: {error}") from None
+    return parsed
 
 
 def _string(value: Any, at: str) -> str:

@@ -173,12 +173,16 @@ def build_rows(
     rows = [arrange(parts, seq_len=data.seq_len, packing=data.packing) for parts in encoded if _has_documents(parts)]
     joined = rows[0] if len(sources) == 1 else join_rows(rows)
     report = report_on(joined, together, data=data, encoder=encoder)
+    if held_out is not None and split == "eval" and len(held_out) == 1:
+        warning = f"data.eval: {evaluation_share(data):g} holds out a single record, the least: its loss says little"
+        report = replace(report, warnings=(*report.warnings, warning))
     if (
         leaked := sum(example.digest in digests for example in _examples(read(resolve_paths(data.train))))
         if digests
         else 0
     ):
-        warning = f"{leaked:,} records of data.train also stand in data.eval: the loss there says less about new data"
+        stand = "record of data.train also stands" if leaked == 1 else "records of data.train also stand"
+        warning = f"{leaked:,} {stand} in data.eval: the loss there says less about new data"
         report = replace(report, warnings=(*report.warnings, warning))
     return joined, report
 

@@ -19,6 +19,7 @@ from typing import IO, Any, NamedTuple
 
 from fsdp_trainer.data.formats import RecordError
 from fsdp_trainer.errors import DataError
+from fsdp_trainer.units import format_number
 
 PACKED = {".gz": "gzip", ".zst": "zstd"}
 KINDS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".txt": "text"}
@@ -28,10 +29,25 @@ _UNREADABLE = {".zip", ".xz", ".bz2", ".7z", ".tar", ".tgz", ".xlsx", ".xls", ".
 _MAX_TEXT_BYTES = 2**30  # a plain text file is one record, and a record is held in memory
 _TABLE_ROWS = 1024  # rows of a table turned into Python objects at a time
 _BOM = b"\xef\xbb\xbf"
+# The first bytes of what a file may be in spite of its name, with the ending that name should have; "": never read.
+_SIGNATURES = {b"\x1f\x8b": ("gzip", ".gz"), b"\x28\xb5\x2f\xfd": ("zstd", ".zst"), b"PAR1": ("Parquet", ".parquet")}
+_SIGNATURES |= {
+    b"ARROW1": ("Arrow", ".arrow"),
+    b"PK\x03\x04": ("zip", ""),
+    b"BZh": ("bzip2", ""),
+    b"\xfd7zXZ": ("xz", ""),
+}
+_BLANKS = re.compile("[ \\t\\n\\r]*")
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 ONE_OBJECT_A_LINE = "write one JSON object a line, such as " + json.dumps(
     {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}
 )
+# What makes a file of each kind one that holds records.
+HOW_TO_WRITE = {
+    "csv": "write the columns' names on the first line, such as prompt,completion, and one record a row below",
+    "table": "write one record a row, in columns such as prompt and completion",
+    "text": "put the text in it, or leave the file out",
+}
 
 
 class Mark(NamedTuple):
@@ -79,7 +95,7 @@ def read_records(path: Path, *, start: Mark = START, wanted: Collection[str] = (
     """
     kind = file_kind(path)
     if kind == "csv":
-        return _read_csv(path, start=start, delimiter="\t" if ".tsv" in path.name.lower() else ",")
+        return _read_csv(path, start=start, delimiters="\t" if ".tsv" in path.name.lower() else ",;\t|")
     if kind == "table":
         return _read_table(path, start=start, wanted=wanted)
     if kind == "text":
@@ -90,12 +106,22 @@ def read_records(path: Path, *, start: Mark = START, wanted: Collection[str] = (
 def parse_record(line: bytes) -> dict[str, Any]:
     """Parse one line of UTF-8; raise RecordError for broken JSON, repeated keys, lone surrogates, or not an object."""
     try:
-        value = json.loads(line, object_pairs_hook=_object_without_repeats)
+        # Decoded here: json would take bytes with every second one NUL for UTF-16.
+        value = json.loads(line.decode(), object_pairs_hook=_object_without_repeats)
     except json.JSONDecodeError as error:
-        raise RecordError("broken JSON", f"not valid JSON: {error.msg} at column {error.colno}") from None
+        what = f"not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
+        raise RecordError("broken JSON", what + _explain_broken(line, error.msg)) from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of nested brackets
         raise RecordError("broken JSON", f"not readable as JSON: {error}") from None
     return _checked_object(value, surrogates=_SURROGATE_ESCAPE.search(line) is not None)
+
+
+def _explain_broken(line: bytes, message: str) -> str:
+    if line.strip() == b"{":
+        return "; an object stands on one line, not over several"
+    if message == "Extra data":
+        return "; a line holds one record, and ends with \\n" + (" (here \\r alone stands)" if b"\r" in line else "")
+    return ""
 
 
 def json_type(value: Any) -> str:
@@ -125,22 +151,49 @@ def _is_array(path: Path) -> bool:
 
 
 def _read_array(path: Path, *, start: Mark) -> Iterator[Record]:
-    """Yield the elements of a file that is one JSON array; it is held in memory whole."""
-    text = b"".join(line for line, _ in _lines(path, start=START)).decode()
-    try:
-        values = json.loads(text, object_pairs_hook=_object_without_repeats)
-    except (ValueError, RecursionError, RecordError) as error:
-        raise DataError(
-            f"{path}:1: starts with [ but is neither a record nor part of a JSON array",
-            values=str(error),
-            fix=ONE_OBJECT_A_LINE,
-        ) from None
-    for index, value in enumerate(values[start.offset :], start=start.offset):
+    """Yield the elements of a file that is one JSON array; its text is held in memory whole, its elements are not."""
+    text = "".join(line.decode() for line, _ in _lines(path, start=START))
+    elements = enumerate(_elements(text))
+    while True:
+        try:
+            index, value = next(elements)
+        except StopIteration:
+            return
+        except (ValueError, RecursionError, RecordError) as error:
+            raise DataError(
+                f"{path}:1: starts with [ but is neither a record nor part of a JSON array",
+                values=str(error),
+                fix=ONE_OBJECT_A_LINE,
+            ) from None
+        if index < start.offset:
+            continue
         try:
             value = _checked_object(value, surrogates=True)
         except RecordError as error:
             value = error
         yield Record(value, f"{path}: element {index} of the array", Mark(index + 1, index + 1))
+
+
+def _elements(text: str) -> Iterator[Any]:
+    decoder = json.JSONDecoder(object_pairs_hook=_object_without_repeats)
+    at = _after_blanks(text, text.index("[") + 1)
+    more = text[at : at + 1] != "]"
+    while more:
+        value, at = decoder.raw_decode(text, at)
+        yield value
+        at = _after_blanks(text, at)
+        if text[at : at + 1] not in (",", "]"):
+            raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
+        more = text[at] == ","
+        at = _after_blanks(text, at + 1) if more else at
+    if (end := _after_blanks(text, at + 1)) < len(text):
+        raise json.JSONDecodeError("Extra data", text, end)
+
+
+def _after_blanks(text: str, at: int) -> int:
+    match = _BLANKS.match(text, at)
+    assert match is not None  # it matches nothing as well
+    return match.end()
 
 
 def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -173,12 +226,9 @@ def _checked_object(value: Any, *, surrogates: bool) -> dict[str, Any]:
 # CSV and plain text
 
 
-def _read_csv(path: Path, *, start: Mark, delimiter: str) -> Iterator[Record]:
+def _read_csv(path: Path, *, start: Mark, delimiters: str) -> Iterator[Record]:
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the default, 128 KiB, is shorter than many a document
-    with closing(_lines(path, start=START)) as lines:
-        text = _Text(lines)
-        header = next(csv.reader(text, delimiter=delimiter, strict=True), [])
-        first = text.after
+    header, delimiter, first = _csv_header(path, delimiters=delimiters)
     if (repeated := _first_repeated(header)) is not None:
         raise DataError(
             f"{path}:1: two columns have one name", values=f"{repeated!r} in {header}", fix="rename one of them"
@@ -199,12 +249,41 @@ def _read_csv(path: Path, *, start: Mark, delimiter: str) -> Iterator[Record]:
                     ) from None
                 yield Record(RecordError("broken CSV", f"not valid CSV: {error}"), where, text.after)
                 continue
-            if not cells:
+            if not cells or (len(cells) < len(header) and not "".join(cells).strip()):  # a blank line
                 continue
             value: dict[str, Any] | RecordError = dict(zip(header, cells, strict=False))
             if len(cells) != len(header):
-                value = RecordError("broken CSV", f"{len(cells)} cells where the header names {len(header)}")
+                found = format_number(len(cells), "cell")
+                value = RecordError("broken CSV", f"{found} where the header names {len(header)}")
             yield Record(value, where, text.after)
+
+
+def _csv_header(path: Path, *, delimiters: str) -> tuple[list[str], str, Mark]:
+    """Return the columns' names, the first delimiter that gives more than one of them, and the mark behind the line."""
+    found: tuple[list[str], str, Mark] | None = None
+    reason = ""
+    for delimiter in delimiters:
+        with closing(_lines(path, start=START)) as lines:
+            text = _Text(lines)
+            try:
+                header = [name.strip() for name in next(csv.reader(text, delimiter=delimiter, strict=True), [])]
+            except csv.Error as error:
+                reason = reason or str(error)
+                continue
+        if found is None or len(header) > 1:
+            found = header, delimiter, text.after
+        if len(header) > 1:
+            break
+    if found is not None:
+        return found
+    closes = "unexpected end of data" in reason
+    raise DataError(
+        f"{path}:1: the columns' names cannot be read",
+        values="a quote is opened and never closed" if closes else reason.partition(" - ")[0],
+        fix="close the quote"
+        if closes
+        else "end each line with \\n or \\r\\n, not with \\r alone; close what is quoted",
+    )
 
 
 class _Text:
@@ -253,6 +332,8 @@ def _lines(path: Path, *, start: Mark) -> Generator[tuple[bytes, Mark], None, No
                 raw.decode()
             except UnicodeDecodeError as error:
                 raise _not_utf8(path, raw, at=error.start, offset=offset, number=number + 1) from None
+            if not number and b"\0" in raw:  # no text: later lines with one are broken records, each by itself
+                raise _not_utf8(path, raw, at=raw.index(b"\0"), offset=0, number=1)
             offset, number = offset + len(raw), number + 1
             yield raw.removeprefix(_BOM) if number == 1 else raw, Mark(offset, number)
 
@@ -297,13 +378,36 @@ def _damaged(path: Path, what: str) -> DataError:
 def _not_utf8(path: Path, raw: bytes, *, at: int, offset: int, number: int) -> DataError:
     # Never skipped, whatever data.on_bad_record says: the whole file is in another encoding, and dropping every line
     # with an accent would leave a data set that looks healthy.
-    head = raw[:2] if number == 1 else b""
-    guess = "UTF-16" if head in (b"\xff\xfe", b"\xfe\xff") else "latin-1 or windows-1252"
+    what = f"the data file is not UTF-8 text ({path}:{number}, byte {offset + at})"
+    found = f"byte 0x{raw[at : at + 1].hex()} at offset {offset + at} of {path}"
+    with path.open("rb") as file:
+        start = file.read(8)
+    known = next((names for mark, names in _SIGNATURES.items() if start.startswith(mark)), None)
+    if known is not None and path.suffix.lower() not in PACKED:
+        kind, ending = known
+        fix = f"name it so: {path.name}{ending}" if ending else "unpack it: a file is read as it is, or as .gz or .zst"
+        return DataError(what, values=f"{found}; its first bytes are those of a {kind} file", fix=fix)
+    guess = _guess_encoding(raw if number == 1 else b"")
+    if not guess:
+        return DataError(what, values=f"{found}, which stands in no text", fix="copy or make it again")
     return DataError(
-        f"the data file is not UTF-8 ({path}:{number}, byte {offset + at})",
-        values=f"byte 0x{raw[at : at + 1].hex()} at offset {offset + at} of {path}; perhaps {guess}",
+        what,
+        values=f"{found}; perhaps {guess}",
         fix=f"convert it: iconv -f {guess.split()[0].upper()} -t UTF-8 {path} > utf8{path.suffix}",
     )
+
+
+def _guess_encoding(first_line: bytes) -> str:
+    """Name the encoding that a file which is no UTF-8 may have, "" for none: it is damaged or no text."""
+    if first_line[:4] in (b"\xff\xfe\0\0", b"\0\0\xfe\xff"):
+        return "UTF-32"
+    if first_line[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return "UTF-16"
+    # Without a mark of its byte order: every second byte of plain text is NUL.
+    for name, high, low in (("UTF-16LE", 1, 0), ("UTF-16BE", 0, 1)):
+        if first_line[high:64:2] and not any(first_line[high:64:2].rstrip(b"\n")) and any(first_line[low:64:2]):
+            return name
+    return "" if b"\0" in first_line else "latin-1 or windows-1252"
 
 
 # Tables
@@ -315,13 +419,24 @@ def _read_table(path: Path, *, start: Mark, wanted: Collection[str]) -> Iterator
     try:
         for first, batch in _batches(path, start=start.offset, wanted=wanted):
             for row, value in enumerate(batch.to_pylist(), start=first + 1):
-                yield Record(value, f"{path}: row {row}", Mark(row, row))
+                filled = {name: _without_nulls(cell) for name, cell in value.items()}
+                yield Record(filled, f"{path}: row {row}", Mark(row, row))
     except UnicodeDecodeError as error:
         raise DataError(
             "a text of the table is not UTF-8", values=f"{path}: {error}", fix="write the table again as UTF-8"
         ) from error
     except (pyarrow.ArrowException, OSError) as error:
         raise _damaged(path, str(error).splitlines()[0]) from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """Leave out the null fields of a cell's objects: a table writes every field of any row into every row.
+
+    A tool's schema or a call's arguments would otherwise be trained on with all fields of all other tools, as null.
+    """
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _batches(path: Path, *, start: int, wanted: Collection[str]) -> Iterator[tuple[int, Any]]:

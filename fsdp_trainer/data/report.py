@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fsdp_trainer.data.chat import END_INSIDE_ANSWER, REWRITTEN, TYPED_CONTROL
+from fsdp_trainer.data.chat import END_INSIDE_ANSWER, HEADER_TRAINED, REWRITTEN, TYPED_CONTROL
 from fsdp_trainer.data.rows import Rows
 from fsdp_trainer.errors import DataError
 
@@ -144,6 +144,11 @@ def _stop_warnings(endless: int, *, records: int, notes: Counter, encoder: "Enco
         yield (
             f"{_count(count, 'record')} in which the template writes an earlier answer otherwise than a last one "
             "(thinking left out); data.train_on: last_assistant trains on the last one alone"
+        )
+    if count := notes[HEADER_TRAINED]:
+        yield (
+            f"{_count(count, 'record')} trained on with the header of each answer as part of it: the chat template "
+            "writes none where it asks for one (it does not know add_generation_prompt)"
         )
     if encoder.template is not None and encoder.template.writes_the_date:
         yield "the chat template writes today's date, so the same data prepared on another day gives other tokens"

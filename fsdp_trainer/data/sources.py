@@ -21,9 +21,19 @@ from fsdp_trainer.data.formats import (
     example_from_record,
     recognise_format,
 )
-from fsdp_trainer.data.readers import ONE_OBJECT_A_LINE, START, Mark, Record, file_kind, read_records, refuse_unreadable
+from fsdp_trainer.data.readers import (
+    HOW_TO_WRITE,
+    ONE_OBJECT_A_LINE,
+    START,
+    Mark,
+    Record,
+    file_kind,
+    read_records,
+    refuse_unreadable,
+)
 from fsdp_trainer.errors import DataError
 
+_BESIDE_DATA = {"dataset_info.json", "dataset_infos.json"}
 Named = str | Path | SourceConfig | Sequence[str | SourceConfig]  # what data.train and data.eval may be
 
 
@@ -109,7 +119,8 @@ def read_file(
         else:
             yield Example(content, record.where, xxhash.xxh3_64_intdigest(canonical(content))), record.after
     if empty and start == START:
-        raise DataError("the data file holds no records", values=str(path), fix=ONE_OBJECT_A_LINE)
+        fix = HOW_TO_WRITE.get(file_kind(path) or "", ONE_OBJECT_A_LINE)
+        raise DataError("the data file holds no records", values=str(path), fix=fix)
 
 
 def _format_of(path: Path, *, columns: Mapping[str, str] | None, wanted: set[str]) -> str | None:
@@ -145,9 +156,17 @@ def _files_of(source: SourceConfig) -> tuple[Path, ...]:
             raise DataError(
                 "the data file does not exist",
                 values=f"{path} (looked in {Path.cwd()})",
-                fix="give the path of a file or folder, or a hub id such as org/name",
+                fix="give the path of a file or folder, or a hub id such as org/name"
+                + ("; patterns are not expanded: name the folder, or a list" if set("*?[") & set(source.path) else ""),
             )
+        _refuse_unreachable(source)
         return _hub_files(source)
+    if not path.is_file() and not path.is_dir():
+        raise DataError(
+            "the data file is a device, a pipe or a socket",
+            values=str(path),
+            fix="write what comes out of it to a file: data are read more than once",
+        )
     for key in ("split", "subset"):
         if getattr(source, key) is not None:
             raise DataError(
@@ -158,21 +177,17 @@ def _files_of(source: SourceConfig) -> tuple[Path, ...]:
     if path.is_file():
         refuse_unreadable(path)
         return (path,)
-    return _saved_files(path) if (path / "state.json").is_file() else _folder_files(path)
+    return _folder_files(path)
 
 
 def _folder_files(folder: Path) -> tuple[Path, ...]:
-    """Return the data files below a folder, in the order of their names; hidden ones (. or _ in front) are not data."""
-    if (folder / "dataset_dict.json").is_file():
-        splits = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
-        raise DataError(
-            "the folder holds several splits that datasets saved",
-            values=f"{folder}: {', '.join(splits)}",
-            fix=f"name one of them, such as {folder / splits[0]}",
-        )
-    below = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    """Return the data files below a folder, in the order of their names.
+
+    Hidden files and folders (. or _ in front) are not data, nor is what hub repositories keep beside it.
+    """
+    below = sorted(_files_below(folder, above=frozenset()))
     seen = [path for path in below if not any(part[0] in "._" for part in path.relative_to(folder).parts)]
-    files = tuple(path for path in seen if file_kind(path) is not None)
+    files = tuple(path for path in seen if file_kind(path) is not None and path.name not in _BESIDE_DATA)
     if not files:
         names = ", ".join(path.name for path in seen[:5]) or "nothing"
         raise DataError(
@@ -181,6 +196,32 @@ def _folder_files(folder: Path) -> tuple[Path, ...]:
             fix="put .jsonl, .json, .parquet, .csv, .tsv, .txt or .arrow files in it (also as .gz or .zst)",
         )
     return files
+
+
+def _files_below(folder: Path, *, above: frozenset[Path]) -> Iterator[Path]:
+    """Yield the files of a folder and of all in it; links to folders are followed (Path.rglob does not before 3.13)."""
+    real = folder.resolve()
+    if real in above:  # a link to a folder that it stands in
+        return
+    if (folder / "dataset_dict.json").is_file():
+        splits = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+        raise DataError(
+            "the folder holds several splits that datasets saved",
+            values=f"{folder}: {', '.join(splits)}",
+            fix=f"name one of them, such as {folder / splits[0]}",
+        )
+    if _is_saved(folder):
+        yield from _saved_files(folder)
+        return
+    for path in folder.iterdir():
+        if path.is_dir():
+            yield from _files_below(path, above=above | {real})
+        elif path.is_file():
+            yield path
+
+
+def _is_saved(folder: Path) -> bool:
+    return (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
 
 
 def _saved_files(folder: Path) -> tuple[Path, ...]:
@@ -192,6 +233,8 @@ def _saved_files(folder: Path) -> tuple[Path, ...]:
         raise DataError(
             "the folder is not one that datasets saved", values=f"{folder}/state.json: {error}", fix="save it again"
         ) from error
+    if not files:
+        raise DataError("the saved data set holds no records", values=str(folder), fix=HOW_TO_WRITE["table"])
     if missing := [file for file in files if not file.is_file()]:
         raise DataError("a file of the saved data set is missing", values=str(missing[0]), fix="copy the whole folder")
     return files
@@ -200,6 +243,34 @@ def _saved_files(folder: Path) -> tuple[Path, ...]:
 def _may_be_hub_id(name: str) -> bool:
     parts = name.split("/")
     return len(parts) == 2 and all(parts) and name[0] not in ".~" and file_kind(Path(name)) is None
+
+
+def _refuse_unreachable(source: SourceConfig) -> None:
+    """Ask the hub once for a data set that is in no cache; `datasets` would go on asking for half a minute."""
+    from datasets import config
+    from datasets.naming import camelcase_to_snakecase
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    owner, name = source.path.split("/")
+    cached = Path(config.HF_DATASETS_CACHE) / f"{owner}___{camelcase_to_snakecase(name)}"
+    if config.HF_HUB_OFFLINE or cached.is_dir():
+        return
+    try:
+        HfApi(endpoint=config.HF_ENDPOINT).dataset_info(source.path, timeout=10)
+    except HfHubHTTPError:  # it answered: `datasets` says what is wrong
+        return
+    except Exception as error:  # of the HTTP library, which differs between releases of the hub's
+        raise _not_loaded(source, f"the hub cannot be reached ({error}), and it is in no cache here") from error
+
+
+def _not_loaded(source: SourceConfig, reason: str) -> DataError:
+    return DataError(
+        "the hub data set cannot be loaded",
+        values=f"{source.path} (no such file or folder here), split {source.split or 'train'}: {reason}",
+        fix="correct the path; or check the id, split, subset and connection, or save the data set once with "
+        "Dataset.save_to_disk and name that folder",
+    )
 
 
 def _hub_files(source: SourceConfig) -> tuple[Path, ...]:
@@ -213,10 +284,7 @@ def _hub_files(source: SourceConfig) -> tuple[Path, ...]:
         found = datasets.load_dataset(source.path, name=source.subset, split=split)
     except Exception as error:  # it has no common base: connection, missing split, missing subset, a script
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise DataError(
-            "the hub data set cannot be loaded",
-            values=f"{source.path} (no such file or folder here), split {split}: {reason}",
-            fix="correct the path; or check the id, split, subset and connection, or save the data set once with "
-            "Dataset.save_to_disk and name that folder",
-        ) from error
+        raise _not_loaded(source, reason) from error
+    if not found.cache_files:
+        raise _not_loaded(source, "it holds no records")
     return tuple(Path(file["filename"]) for file in found.cache_files)

@@ -7,9 +7,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from fsdp_trainer.config import Config
+from fsdp_trainer.config_checks import check_learned_positions
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.memory.estimate import GIB, RECIPES
-from fsdp_trainer.memory.estimate_model import Attention, ModelShape, count_parameters, read_model_shape
+from fsdp_trainer.memory.estimate_model import FAMILIES, Attention, ModelShape, count_parameters, read_model_shape
 from fsdp_trainer.memory.estimate_step import StepSettings, Timeline, estimate_step, find_peak, phase_peaks
 from fsdp_trainer.memory.hardware import Hardware, read_overheads
 from fsdp_trainer.memory.host import HostMemory, estimate_host
@@ -123,6 +124,8 @@ def _read(config: Config, hardware: Hardware) -> tuple[ModelShape, StepSettings]
             "This GPU only emulates bf16.", values=f"precision: bf16, {hardware}", fix="set precision: fp16"
         )
     shape = read_model_shape(config.model.path)
+    if (extra := FAMILIES[shape.family].learned_positions) is not None:
+        check_learned_positions(config.data.seq_len, limit=shape.position_rows - extra)
     return shape, step_settings(config, shape, ranks=hardware.count, capability=hardware.capability)
 
 

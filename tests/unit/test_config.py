@@ -408,3 +408,50 @@ def test_written_numbers_are_numbers_to_yaml_1_1_too() -> None:
 
     settings = yaml.safe_load(Config().to_yaml())
     assert settings == Config().to_dict()
+
+
+# Kind: something is wrong with one part of one source, and the message says only that no kind of source fits.
+@pytest.mark.parametrize("name", ["data.train", "data.eval"])
+@pytest.mark.parametrize(
+    ("value", "says", "fix"),
+    [
+        ([], "an empty list names no data", "set {name} to a file"),
+        ({"path": "a", "weight": 0}, "0 is no weight", "above 0"),
+        ([{"path": "a", "weight": -1}, {"path": "b", "weight": 1}], "-1 is no weight", "above 0"),
+        ([{"path": "a", "weight": "2"}], "'2' is no weight", "without quotes"),
+        ([{"path": "a", "weight": True}], "true is no weight", "above 0"),
+        ([{"path": "a", "weight": float("inf")}], "inf is no weight", "above 0"),
+        ([{"path": "a", "wheight": 2}], "no setting wheight", "did you mean weight?"),
+        ([{"file": "a"}], "no setting file", "a source has path, weight, split, subset"),
+        ([{"weight": 2}], "names no path", "give path"),
+        ([{"path": ""}], "names no path", "give path"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_with_a_source_is_said(name: str, value: Any, says: str, fix: str) -> None:
+    message = error_of({name: value})
+    assert f"{name} cannot be used: " in message
+    assert says in message
+    wrong = value if isinstance(value, dict) else value[0] if value else []
+    assert f"found: {name}: {wrong} (from the flag --{name})" in message
+    assert fix.format(name=name) in message.split("to fix: ")[1]
+
+
+def test_sources_are_shown_as_they_are_written() -> None:
+    message = error_of({"data.train": [{"path": "a.jsonl", "weight": 2}, "b.jsonl"]})
+    assert "found: data.train: [{'path': 'a.jsonl', 'weight': 2.0}, 'b.jsonl']" in message
+
+
+# Kind: of several flags for the parts of one mapping only the last one counts.
+def test_a_flag_for_one_column_keeps_the_others(tmp_path: Path) -> None:
+    path = write(tmp_path, "data: {columns: {completion: answer}}\n")
+    columns = Config.load(path, ["--data.columns.prompt=question"]).data.columns
+    assert columns == {"completion": "answer", "prompt": "question"}
+    assert Config.load(None, ["--data.columns.prompt=q", "--data.columns.completion=a"]).data.columns == {
+        "prompt": "q",
+        "completion": "a",
+    }
+    assert Config.load(path, ["--data.columns={prompt: q, completion: a}"]).data.columns == {
+        "prompt": "q",
+        "completion": "a",
+    }

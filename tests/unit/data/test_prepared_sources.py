@@ -209,7 +209,7 @@ def test_records_of_the_evaluation_file_that_train_too_are_counted(prepared, jso
     )
     settings = {"eval": str(held_out), "train": str(train), "on_bad_record": "skip"}
     _, report = prepared(held_out, split="eval", **settings)
-    assert any("1 records of data.train also stand in data.eval" in warning for warning in report.warnings)
+    assert any("1 record of data.train also stands in data.eval" in warning for warning in report.warnings)
     train.write_text(json.dumps(pairs("c", 1)[0]))
     _, report = prepared(held_out, split="eval", **settings)
     assert not report.warnings

@@ -157,3 +157,60 @@ def test_control_characters_of_a_bad_record_reach_no_terminal(prepared, jsonl):
     lines = "".join(report.format_lines())
     assert r"q\x00" in lines
     assert not set(lines) & set(CONTROLS) - {"\t", "\n"}
+
+
+def gpt2_settings(settings: Path, tmp_path: Path) -> list[str]:
+    models.model_config("gpt2").save_pretrained(tmp_path / "gpt2")
+    models.build_tokenizer().save_pretrained(tmp_path / "gpt2")
+    return ["--config", str(settings), f"--model.path={tmp_path / 'gpt2'}", "--data.eval=null"]
+
+
+def test_rows_longer_than_a_table_of_positions_are_refused_as_in_training(
+    settings: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    words = gpt2_settings(settings, tmp_path)
+    assert "steps an epoch" in run(capsys, *words, "--data.seq_len=128")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["data", *words, "--data.seq_len=129"])
+    assert ended.value.code == 2
+    assert "data.seq_len: 129, max_position_embeddings 128" in capsys.readouterr().err
+    run(capsys, "--config", str(settings), "--data.seq_len=129", "--data.eval=null")  # rotary: by document
+
+
+def test_a_picture_of_no_kind_is_refused_before_anything_is_read(
+    settings: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(
+            ["data", "--config", str(settings), "--data.train=/nowhere.jsonl", "--plot", str(tmp_path / "lengths")]
+        )
+    assert ended.value.code == 2
+    assert "ends in .png, .svg, .pdf" in capsys.readouterr().err
+
+
+def test_one_step_is_no_steps(settings: Path, capsys: pytest.CaptureFixture[str]):
+    text = run(capsys, "--config", str(settings), "--data.eval=null", "--batch.global_batch_size=100")
+    assert "1 step an epoch, of 100 rows each; 3 in the run" in text
+
+
+def test_ctrl_c_says_that_it_was_heard(
+    settings: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fsdp_trainer.preview.load_training_data", interrupt)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["data", "--config", str(settings)])
+    assert ended.value.code == 130
+    assert "stopped by Ctrl-C; nothing is left behind" in capsys.readouterr().err
+
+
+def test_padding_is_of_the_embedding_table(model: str, settings: Path, tmp_path: Path):
+    """A pad token that was added to the tokenizer alone would be looked up beyond the table's end."""
+    tokenizer = models.build_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    assert tokenizer.pad_token_id == models.VOCAB_SIZE
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    config = Config.load(settings, {"model.tokenizer": str(tmp_path / "tokenizer")})
+    assert load_training_data(config, is_writer=True, show=False).pad_token_id == tokenizer.eos_token_id

@@ -1,6 +1,8 @@
 """Every kind of file gives the same records, also from a place in its middle, and says what is wrong with it."""
 
 import csv
+import gzip
+import json
 from pathlib import Path
 
 import pyarrow
@@ -76,7 +78,7 @@ def test_broken_csv_rows_are_named_and_the_rest_is_kept(tmp_path: Path):
     good = {"prompt": "q", "completion": "a"}
     assert kinds == [good, "broken CSV", "broken CSV", {"prompt": "last", "completion": "two\nlines"}]
     assert [record.where.rsplit(":", 1)[1] for record in records] == ["2", "4", "5", "6"]
-    assert "1 cells where the header names 2" in str(records[1].value)
+    assert "1 cell where the header names 2" in str(records[1].value)
 
 
 def test_a_long_cell_is_read(tmp_path: Path):
@@ -153,3 +155,109 @@ def test_a_packed_file_in_several_members_is_read_whole(tmp_path: Path):
             parts.append(pack(copy, tmp_path / f"{name}.jsonl{suffix}").read_bytes())
         (tmp_path / f"both.jsonl{suffix}").write_bytes(b"".join(parts))
         assert [record.value for record in read_records(tmp_path / f"both.jsonl{suffix}")] == RECORDS
+
+
+LINE = json.dumps({"prompt": "q", "completion": "a"})
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.txt"])
+@pytest.mark.parametrize(
+    ("encoding", "says"),
+    [("utf-16", "UTF-16"), ("utf-16-le", "UTF-16LE"), ("utf-16-be", "UTF-16BE"), ("utf-32", "UTF-32")],
+)
+def test_a_wide_encoding_is_named_with_or_without_its_mark(tmp_path: Path, name: str, encoding: str, says: str):
+    """Without a mark every byte of it is valid UTF-8, and json reads single lines of it."""
+    text = "prompt,completion\nq,a\n" if name == "a.csv" else f"{LINE}\n{LINE}\n"
+    with pytest.raises(DataError, match=rf"not UTF-8 text .*[\s\S]*perhaps {says}\n"):
+        read_text(tmp_path / name, text.encode(encoding))
+
+
+def test_nul_bytes_are_no_text_and_a_broken_line_where_text_came_before(tmp_path: Path):
+    with pytest.raises(DataError, match=r"byte 0x00 at offset 3 .*stands in no text"):
+        read_text(tmp_path / "a.txt", b"abc\0\0\0d")
+    records = read_text(tmp_path / "a.jsonl", f"{LINE}\n".encode() + b"\0" * 50)
+    assert [getattr(record.value, "kind", "good") for record in records] == ["good", "broken JSON"]
+    (record,) = read_text(tmp_path / "b.jsonl", '{"text": "a\\u0000b"}')  # written out it is a character as any other
+    assert record.value == {"text": "a\0b"}
+
+
+@pytest.mark.parametrize(
+    ("pack", "says"),
+    [
+        (gzip.compress, r"a gzip file\n.*a\.jsonl\.gz"),
+        (lambda data: pyarrow.compress(data, codec="zstd", asbytes=True), r"a zstd file\n.*a\.jsonl\.zst"),
+        (lambda data: b"PAR1\x15\x04\0\0" + data, r"a Parquet file\n.*a\.jsonl\.parquet"),
+        (lambda data: b"PK\x03\x04\x14\0\0\0" + data, r"a zip file\n.*unpack it"),
+    ],
+    ids=["gzip", "zstd", "parquet", "zip"],
+)
+def test_a_file_of_another_kind_than_its_name_says(tmp_path: Path, pack, says: str):
+    with pytest.raises(DataError, match=says):
+        read_text(tmp_path / "a.jsonl", pack(LINE.encode() * 20))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (f"{LINE}\r{LINE}\r", "here \\r alone stands"),
+        (LINE + LINE, "a line holds one record"),
+        (json.dumps(json.loads(LINE), indent=1), "not over several"),
+    ],
+    ids=["carriage returns", "two on a line", "indented"],
+)
+def test_a_line_that_is_not_one_object_says_so(tmp_path: Path, text: str, says: str):
+    value = read_text(tmp_path / "a.jsonl", text)[0].value
+    assert isinstance(value, RecordError)
+    assert says in str(value)
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
+@pytest.mark.parametrize("quote", ["", '"'])
+def test_the_delimiter_of_a_csv_file_is_that_of_its_header(tmp_path: Path, delimiter: str, quote: str):
+    names, cells = ("prompt ", " completion"), ("a, b; c", 'said ""x""')
+    text = "".join(
+        delimiter.join(f"{mark}{cell}{mark}" for cell in row) + "\r\n" for mark, row in ((quote, names), ('"', cells))
+    )
+    (record,) = read_text(tmp_path / "a.csv", text + "   \n")
+    assert record.value == {"prompt": "a, b; c", "completion": 'said "x"'}
+    assert list(read_records(tmp_path / "a.csv", start=record.after)) == []
+
+
+def test_a_csv_file_of_one_column_has_no_delimiter(tmp_path: Path):
+    records = read_text(tmp_path / "a.csv", "text\none; two\n")
+    assert [record.value for record in records] == [{"text": "one; two"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("prompt,completion\rq,a\r", r"\\r alone"), ('"prompt,completion\nq,a\n', "never closed")]
+)
+def test_a_csv_header_that_cannot_be_read(tmp_path: Path, text: str, says: str):
+    with pytest.raises(DataError, match=rf"a\.csv:1: the columns' names[\s\S]*{says}"):
+        read_text(tmp_path / "a.csv", text)
+
+
+def test_fields_that_only_other_rows_of_a_table_have_are_left_out(tmp_path: Path):
+    """A column of objects has the fields of all its rows, and null where a row has none: no row was written so."""
+    written = [
+        {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": 1}}]}]},
+        {"messages": [{"role": "user", "content": "q"}, {"role": "tool", "content": "r", "name": "f"}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"name": "g", "arguments": {"y": [{"a": 1}, {"b": 2}]}}]}]},
+    ]
+    for name in ("a.parquet", "a.arrow"):
+        assert [record.value for record in read_records(write_any(written, tmp_path, name))] == written
+    (record,) = read_records(write_any([{"prompt": "q", "completion": None}], tmp_path, "a.parquet"))
+    assert record.value == {"prompt": "q", "completion": None}  # a column that is there says something
+
+
+@pytest.mark.parametrize("text", ["[]", "[ ]\n", "[1]", "[1,2 ,3]\n\n", '[{"a": "]"}, [2]]', '\n[\n{"a": [1, 2]}\n]\n'])
+def test_an_array_read_element_by_element_is_the_array(tmp_path: Path, text: str):
+    records = read_text(tmp_path / "a.json", text)
+    assert len(records) == len(json.loads(text))
+    found = [record.value for record in records if isinstance(record.value, dict)]
+    assert found == [value for value in json.loads(text) if isinstance(value, dict)]
+
+
+@pytest.mark.parametrize("text", ["[1,]", "[1 2]", "[1", "[", "[1]]", "[1] x", "[,1]"])
+def test_what_is_no_array_is_refused_where_it_stops_being_one(tmp_path: Path, text: str):
+    with pytest.raises(DataError, match="nor part of a JSON array"):
+        read_text(tmp_path / "a.json", text)

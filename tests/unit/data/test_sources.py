@@ -1,11 +1,15 @@
 """Reading records: each handed file as its README says, and the ways a line can be broken."""
 
 import json
+import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from pyarrow import parquet
 
 from fsdp_trainer.config import COLUMNS, SourceConfig
 from fsdp_trainer.data.formats import Chat, Plain
@@ -19,7 +23,7 @@ from fsdp_trainer.data.sources import (
     resolve_sources,
 )
 from fsdp_trainer.errors import DataError
-from tests.unit.data.files import write_parquet
+from tests.unit.data.files import write_csv, write_parquet
 
 DATA = Path(__file__).resolve().parents[2] / "inputs" / "data"
 
@@ -439,3 +443,151 @@ def test_a_list_of_files_keeps_their_order_and_each_its_format(jsonl):
 def test_reading_needs_no_torch():
     code = "import sys, fsdp_trainer.data.sources; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("written", "role"),
+    [
+        ("Human", "user"),
+        ("GPT", "assistant"),
+        (" USER ", "user"),
+        ("model", "assistant"),
+        ("function", "tool"),
+        ("ipython", "tool"),
+        ("Observation", "tool"),
+        ("developer", "developer"),
+    ],
+)
+@pytest.mark.parametrize(("name", "text"), [("from", "value"), ("role", "content"), ("role", "value")])
+def test_roles_are_known_by_the_names_of_published_files(jsonl, written: str, role: str, name: str, text: str):
+    chat = chat_of(jsonl, {"conversations": [{name: written, text: "x"}]})
+    assert chat.messages == ({"role": role, "content": "x"},)
+
+
+def test_content_parts_of_text_go_by_several_names(jsonl):
+    parts = [{"type": "input_text", "text": "a"}, {"text": "b"}, {"type": "output_text", "text": "c"}]
+    assert contents(chat_of(jsonl, {"messages": [{"role": "user", "content": parts}]})) == ["abc"]
+
+
+def test_messages_may_stand_as_json_text(jsonl, tmp_path: Path):
+    """As the only way in which a CSV file holds a conversation."""
+    messages = [{"role": "user", "content": 'say "é", please'}, {"role": "assistant", "content": "é"}]
+    assert chat_of(jsonl, {"messages": json.dumps(messages)}) == chat_of(jsonl, {"messages": messages})
+    write_csv([{"messages": json.dumps(messages)}], tmp_path / "a.csv")
+    assert contents(read(tmp_path / "a.csv")[0][0].content) == ['say "é", please', "é"]
+    _, bad = read(jsonl({"messages": "[no messages"}, {"messages": "no messages"}))
+    assert [record.kind for record in bad] == ["broken JSON", "wrong type"]
+    assert "messages is text, but not the JSON" in bad[0].what
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": '[{"role": "user", "content": "\\ud800"}]'},
+        {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"x": "\\ud800"}'}]}]},
+        {"messages": [{"role": "user", "content": "x"}], "tools": '[{"name": "f", "description": "\\ud800"}]'},
+        {"conversations": [{"from": "function_call", "value": '{"name": "f", "arguments": {"x": "\\ud800"}}'}]},
+    ],
+    ids=["messages", "arguments", "tools", "function_call"],
+)
+def test_half_a_character_inside_json_text_is_found(jsonl, record: dict):
+    """It is whole in the line, where the backslash is escaped: only the inner text holds it."""
+    _, bad = read(jsonl(record))
+    assert [record.kind for record in bad] == ["lone surrogate"]
+    assert "\\ud800" in bad[0].what
+
+
+def test_an_alpaca_record_without_instruction_asks_its_input(jsonl):
+    chat = chat_of(jsonl, {"instruction": " ", "input": "what is asked", "output": "a"})
+    assert contents(chat) == ["what is asked", "a"]
+    _, bad = read(jsonl({"instruction": "i", "output": "o"}, {"instruction": "i", "output": 3}, {"instruction": "i"}))
+    assert [record.what for record in bad] == [
+        "output must be a string, not 3",
+        "no 'output', which alpaca needs; the record has ['instruction']",
+    ]
+
+
+def test_half_a_pair_says_how_to_rename_the_other(jsonl):
+    _, bad = read(jsonl({"prompt": "p", "response": "r"}))
+    assert "data.columns: {completion: NAME}" in bad[0].what
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("a.csv", "on the first line"), ("a.txt", "put the text in it"), ("a.jsonl", "one JSON object a line")],
+)
+def test_an_empty_file_says_what_to_write_in_one_of_its_kind(tmp_path: Path, name: str, says: str):
+    (tmp_path / name).write_text("")
+    with pytest.raises(DataError, match=says):
+        read(tmp_path / name)
+
+
+def test_an_empty_table_says_what_to_write(tmp_path: Path):
+    write_parquet([{"prompt": "a"}], tmp_path / "a.parquet")
+    parquet.write_table(parquet.read_table(tmp_path / "a.parquet").slice(1), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="one record a row"):
+        read(tmp_path / "a.parquet")
+
+
+def test_linked_folders_are_searched_and_a_link_upwards_ends(tmp_path: Path, jsonl):
+    """Path.rglob leaves linked folders out before Python 3.13: half the data would be missing silently."""
+    (tmp_path / "data" / "sub").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "b.jsonl").write_text('{"text": "b"}')
+    (tmp_path / "data" / "a.jsonl").write_text('{"text": "a"}')
+    (tmp_path / "data" / "dataset_infos.json").write_text("{}")
+    (tmp_path / "data" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "data" / "sub" / "up").symlink_to(tmp_path / "data")
+    found = [str(path.relative_to(tmp_path / "data")) for path in resolve_paths(str(tmp_path / "data"))]
+    assert found == ["a.jsonl", "linked/b.jsonl"]
+
+
+def test_what_is_neither_file_nor_folder_is_refused(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for path in ("/dev/null", str(tmp_path / "pipe.jsonl")):
+        with pytest.raises(DataError, match=f"a device, a pipe or a socket\n  found: {path}"):
+            resolve_paths(path)
+    with pytest.raises(DataError, match="patterns are not expanded"):
+        resolve_paths(str(tmp_path / "*.jsonl"))
+
+
+def test_the_hub_is_asked_once_for_a_data_set_that_is_not_here(tmp_path: Path, monkeypatch):
+    """`datasets` itself waits 1, 2, 4, 8 and 8 seconds between its questions."""
+    with socket.socket() as taken:  # a port that nothing listens on
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setattr("datasets.config.HF_ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+        began = time.monotonic()
+        with pytest.raises(
+            DataError, match=r"no-such-organisation/none .*the hub cannot be reached .*in no cache here"
+        ):
+            resolve_paths("no-such-organisation/none")
+    assert time.monotonic() - began < 10
+
+
+def test_saved_data_sets_below_a_folder_and_empty_ones(tmp_path: Path):
+    import datasets
+
+    saved = datasets.Dataset.from_list([{"prompt": f"p{i}", "completion": "c"} for i in range(6)])
+    saved.save_to_disk(tmp_path / "all" / "one", num_shards=2)
+    # What `map` leaves in the folder of a loaded set is not of the set.
+    datasets.load_from_disk(str(tmp_path / "all" / "one")).map(lambda record: {"completion": "other"})
+    assert len(list((tmp_path / "all" / "one").glob("*.arrow"))) == 3
+    good, bad = read(tmp_path / "all")
+    assert not bad
+    assert [example.content for example in good] == [Plain(f"p{i}", "c") for i in range(6)]
+    datasets.Dataset.from_dict({"prompt": [], "completion": []}).save_to_disk(tmp_path / "none")
+    with pytest.raises(DataError, match="saved data set holds no records"):
+        resolve_paths(str(tmp_path / "none"))
+    datasets.DatasetDict({"train": saved, "test": saved}).save_to_disk(tmp_path / "all" / "two")
+    with pytest.raises(DataError, match="several splits"):
+        resolve_paths(str(tmp_path / "all"))
+
+
+def test_two_system_messages_are_refused_and_one_twice_is_one(jsonl):
+    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    assert contents(chat_of(jsonl, {"system": "s", "messages": turns})) == ["s", "q"]
+    _, bad = read(jsonl({"system": "other", "messages": turns}))
+    assert "two system messages" in bad[0].what
+    assert chat_of(jsonl, {"tools": "null", "messages": turns}).tools == ()

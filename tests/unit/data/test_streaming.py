@@ -272,6 +272,27 @@ def test_the_digest_tells_streams_apart(tmp_path):
     assert digest != stream_digest(make_stream(path), first="x")
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_digest_sees_a_change_of_equal_size(tmp_path, monkeypatch, whole: bool):
+    """Anywhere in files that are read whole; where they are sampled, in the samples alone."""
+    monkeypatch.setattr(streaming, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(streaming, "_SAMPLED_BYTES", 512)
+    if not whole:
+        monkeypatch.setattr(streaming, "_WHOLE_BYTES", 100)
+    path = write_any(records(200), tmp_path, "a.jsonl")
+    stream, content = make_stream(path), path.read_bytes()
+    digest = stream_digest(stream, first="x")
+    noticed = []
+    for at in (0, len(content) // 2 - 1, *range(1000, 1000 + 7 * 211, 211), len(content) - 1):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        noticed.append(digest != stream_digest(stream, first="x"))
+    assert noticed[0]
+    assert noticed[-1]
+    assert all(noticed) == whole
+    path.write_bytes(content)
+    assert digest == stream_digest(stream, first="x")
+
+
 def test_a_position_that_does_not_fit_is_refused(tmp_path):
     path = write_any(records(20), tmp_path, "a.jsonl")
     stream = make_stream(path, packing=False)

@@ -333,3 +333,39 @@ def test_a_system_message_that_is_lost_where_an_answer_follows_is_refused(train_
     assert "Be brief" not in family_tokenizer("mistral").decode(
         encode("mistral", SYSTEM, *TWO_TURNS, train_on="all").tokens
     )
+
+
+SAID = {"system": "Be brief.", "developer": "Be kind.", "tool": "It is 4."}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("role", SAID)
+@pytest.mark.parametrize("train_on", ["assistant", "last_assistant", "all"])
+def test_no_role_is_left_out_silently(family: str, role: str, train_on: str) -> None:
+    """Most templates write a message only where they know its role, and its words would be missing from the context."""
+    other = {"role": role, "content": SAID[role]}
+    answered = (user("What?"), assistant("Yes."))
+    messages = (*answered, other, assistant("No.")) if role == "tool" else (other, *answered)
+    encoded = encode(family, *messages, train_on=train_on)
+    if encoded.bad:
+        (bad,) = encoded.bad
+        assert re.search("does not write messages|refuses this conversation|in another way|differently", bad.what)
+    else:
+        assert SAID[role] in family_tokenizer(family).decode(encoded.tokens)
+
+
+@pytest.mark.parametrize(
+    ("template", "refused"),
+    [
+        ("{% for m in messages if m.role != 'developer' %}<{{ m.role }}>{{ m.content }}<|im_end|>{% endfor %}", True),
+        # moved behind, and written as JSON: still there
+        ("{% for m in messages | reverse %}<{{ m.role }}>{{ m.content | tojson }}<|im_end|>{% endfor %}", False),
+    ],
+)
+def test_a_message_is_missed_by_a_mark_in_it_and_not_by_its_words(template: str, refused: bool) -> None:
+    """The words of the developer also stand in the question."""
+    turns = (("developer", 'say "what"'), ("user", 'I say "what"'), ("assistant", "a"))
+    chat = Chat(tuple({"role": role, "content": text} for role, text in turns))
+    encoder = build_encoder(family_tokenizer("chatml"), chat_template=template, seq_len=2000, train_on="all")
+    bad = encode_examples([Example(chat, where="here:1", digest=1)], encoder=encoder).bad
+    assert ["messages[0], of the role 'developer'" in one.what for one in bad] == [True] * refused

@@ -152,6 +152,34 @@ def test_refused(tmp_path: Path, settings: dict[str, Any], says: str) -> None:
         simulate_quick(make_config("llama-3.1-8b", tmp_path), parse_gpus("8xT4"))
 
 
+def traced_refusal(settings: dict[str, Any], gpus: str) -> str:
+    """On a rank of its own: the whole simulation of settings that it refuses."""
+    from fsdp_trainer.memory.simulate import simulate
+
+    with pytest.raises(ConfigError) as caught:
+        simulate(Config.from_dict(settings), parse_gpus(gpus))
+    return str(caught.value)
+
+
+def test_rows_beyond_learned_positions_are_refused_by_both_simulations(tmp_path: Path) -> None:
+    """As a run refuses them. GPT-2 names its table n_positions; OPT's has two rows more than positions."""
+    shape = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 100}
+    (tmp_path / "config.json").write_text(
+        json.dumps(shape | {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]})
+    )
+    settings = {"model": {"path": str(tmp_path), "init": "random"}, "data": {"seq_len": 100}}
+    simulate_quick(Config.from_dict(settings), parse_gpus("1xH100"))
+    settings["data"] = {"seq_len": 101}
+    with pytest.raises(ConfigError, match=r"data\.seq_len: 101, max_position_embeddings 100") as quick:
+        simulate_quick(Config.from_dict(settings), parse_gpus("1xH100"))
+    assert run_ranks(traced_refusal, 1, settings, "1xH100")[0] == str(quick.value)
+    shape = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 64}
+    shape |= {"max_position_embeddings": 100, "word_embed_proj_dim": 32}
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"model_type": "opt"}))
+    with pytest.raises(ConfigError, match=r"data\.seq_len: 101, max_position_embeddings 100"):
+        simulate_quick(Config.from_dict(settings), parse_gpus("1xH100"))
+
+
 def command(config: Config, *words: str) -> list[str]:
     return ["simulate", "--quick", f"--model.path={config.model.path}", "--batch.global_batch_size=8", *words]
 
