@@ -173,7 +173,8 @@ class DataConfig(Section):
     workers: Annotated[int, Field(ge=0)] = Field(
         default=2,
         description="Processes that tokenise the data before training, used from 5000 records on; each costs host "
-        "memory and a CPU core. 0 tokenises in the training process. With streaming each rank has so many of its own.",
+        "memory and a CPU core. Threads of the training process do the work of up to 2 as fast, where the tokenizer is "
+        "one of the usual (Rust) ones. 0 never starts any. With streaming each rank has so many of its own.",
     )
     cache_dir: str | None = Field(
         default=None,

@@ -30,6 +30,7 @@ FORMATS = tuple(_KEYS)
 assert {key for keys in _KEYS.values() for key in keys} <= set(COLUMNS)
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _READY_MADE = "ready-made tokens (key 'input_ids') are not read: give text, which the model's own tokenizer encodes"
+_CANONICAL = json.JSONEncoder(sort_keys=True, default=str)  # json.dumps would build one for every record
 # C0 (but tab and newline), DEL, C1, and Unicode's controls of the writing direction.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
@@ -380,4 +381,4 @@ def canonical(content: Chat | Plain) -> bytes:
         value: Sequence[Any] = ("plain", content.prompt, content.completion)
     else:
         value = ("chat", content.messages, content.first_target, content.tools)
-    return json.dumps(value, sort_keys=True, default=str).encode()
+    return _CANONICAL.encode(value).encode()

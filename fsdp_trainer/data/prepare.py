@@ -19,7 +19,7 @@ import xxhash
 from fsdp_trainer.config import DataConfig
 from fsdp_trainer.data.cache import Split, cache_path, compares_with_training, evaluation_share
 from fsdp_trainer.data.chat import read_chat_template
-from fsdp_trainer.data.encode import Encoded, Encoder, build_encoder, encode_examples
+from fsdp_trainer.data.encode import Encoded, Encoder, build_encoder
 from fsdp_trainer.data.order import share_rows
 from fsdp_trainer.data.packing import arrange_documents
 from fsdp_trainer.data.report import DataReport, build_report, load_report, save_report
@@ -33,14 +33,15 @@ from fsdp_trainer.data.sources import (
     resolve_paths,
     resolve_sources,
 )
-from fsdp_trainer.data.workers import encode_in_processes
+from fsdp_trainer.data.workers import encode_in_processes, encode_in_threads
 from fsdp_trainer.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CHUNK_RECORDS = 256
-_WORKERS_PAY_FROM_RECORDS = 5000  # starting them costs seconds; until there the tokenizer's own threads serve
+_WORKERS_PAY_FROM_RECORDS = 5000  # starting them costs seconds
+_WORKERS_PAY_FROM = 3  # two do no more than threads beside a tokenizer that works without Python's lock
 
 
 def prepare_rows(
@@ -206,13 +207,14 @@ def _with_weights(rows: Rows, *, sources: Sequence[Source]) -> Rows:
 
 
 def encode_all(examples: Iterator[Example | BadRecord], *, encoder: Encoder, workers: int) -> Iterator[Encoded]:
-    """Encode records in order, in worker processes where there are many."""
-    first = list(islice(examples, _WORKERS_PAY_FROM_RECORDS)) if workers else []
+    """Encode records in order, in worker processes where there are many of both, else in threads."""
+    workers_pay = workers >= (_WORKERS_PAY_FROM if encoder.tokenizer.is_rust else 1)
+    first = list(islice(examples, _WORKERS_PAY_FROM_RECORDS)) if workers_pay else []
     chunks = _chunks(chain(first, examples))
-    if workers and len(first) == _WORKERS_PAY_FROM_RECORDS:
+    if len(first) == _WORKERS_PAY_FROM_RECORDS:
         yield from encode_in_processes(chunks, encoder=encoder, workers=workers)
     else:
-        yield from (encode_examples(chunk, encoder=encoder) for chunk in chunks)
+        yield from encode_in_threads(chunks, encoder=encoder)
 
 
 def _chunks(examples: Iterable[Example | BadRecord]) -> Iterator[list[Example | BadRecord]]:

@@ -7,8 +7,10 @@ text here: nobody can end a turn or open another by writing its marker.
 import re
 import threading
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 from tokenizers import Tokenizer
 
 if TYPE_CHECKING:
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
 # Plane 16 of Unicode is private use; icon fonts use the other private ranges.
 _FIRST_HIDDEN, _LAST_HIDDEN = 0x10F000, 0x10FFFD
-_SWITCH = threading.Lock()  # a tokenizer's switch for control tokens is its own, and threads of one process share it
+_ONE_AT_A_TIME = threading.Lock()  # Transformers' tokenizers set their own switches in every call; ours are never set
 _HIDDEN = re.compile(f"([{chr(_FIRST_HIDDEN)}-{chr(_LAST_HIDDEN)}])")
 
 
@@ -85,8 +87,13 @@ class TextTokenizer:
     name: str  # where it came from, for messages
     size: int
 
-    def ids(self, texts: list[str]) -> list[list[int]]:
-        """Encode texts, none with a start or end token of the tokenizer's; one call serves many texts."""
+    @property
+    def is_rust(self) -> bool:
+        """Tell whether the Rust tokenizer does it all, without Python's lock and on several cores."""
+        return isinstance(self.backend, Tokenizer)
+
+    def ids(self, texts: list[str]) -> list[np.ndarray]:
+        """Encode texts to int32, none with a start or end token of the tokenizer's; one call serves many texts."""
         if not texts:
             return []
         encoded = self._encode(texts)
@@ -95,33 +102,44 @@ class TextTokenizer:
                 encoded[index] = self._ids_with_hidden(text)
         return encoded
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: np.ndarray) -> str:
         """Return the text of ids, special tokens included."""
-        return str(self.backend.decode(ids, skip_special_tokens=False))
+        return str(self.backend.decode(ids.tolist(), skip_special_tokens=False))
 
-    def _encode(self, texts: list[str], *, as_text: bool = False) -> list[list[int]]:
-        if isinstance(self.backend, Tokenizer):
-            with _SWITCH:
-                self.backend.encode_special_tokens = as_text
-                encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
-            return [encoding.ids for encoding in encodings]
+    @cached_property
+    def _of_plain_text(self) -> Tokenizer:
+        """The Rust tokenizer with control tokens read as text: a copy, as threads share the one without."""
+        copy = Tokenizer.from_str(self.backend.to_str())
+        copy.encode_special_tokens = True
+        return copy
+
+    def _encode(self, texts: list[str], *, as_text: bool = False) -> list[np.ndarray]:
+        if self.is_rust:
+            backend = self._of_plain_text if as_text else self.backend
+            encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+            # arrays at once: long lists of numbers are what Python's cycle collector would walk through again and again
+            return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
         options = {"add_special_tokens": False, "verbose": False, "split_special_tokens": as_text}
-        return cast("list[list[int]]", self.backend(texts, **options)["input_ids"])
+        with _ONE_AT_A_TIME:
+            encoded = cast("list[list[int]]", self.backend(texts, **options)["input_ids"])
+        return [np.array(ids, dtype=np.int32) for ids in encoded]
 
-    def _ids_with_hidden(self, text: str) -> list[int]:
+    def _ids_with_hidden(self, text: str) -> np.ndarray:
         """Encode as Transformers' `sanitize_control_tokens` does: what was typed is cut out of the text around it."""
-        ids: list[int] = []
-        for index, part in enumerate(_HIDDEN.split(text)):
-            if part:
-                ids += self._ids_inside(self.control.shown(part), first=not index, as_text=index % 2 == 1)
-        return ids
+        parts = [
+            self._ids_inside(self.control.shown(part), first=not index, as_text=index % 2 == 1)
+            for index, part in enumerate(_HIDDEN.split(text))
+            if part
+        ]
+        return np.concatenate(parts)
 
-    def _ids_inside(self, text: str, *, first: bool, as_text: bool) -> list[int]:
+    def _ids_inside(self, text: str, *, first: bool, as_text: bool) -> np.ndarray:
         if first:
             return self._encode([text])[0]
         # After a newline that is taken off again: SentencePiece would put a space before a text of its own.
         newline, ids = self._encode(["\n", "\n" + text], as_text=as_text)
-        return ids[len(newline) :] if ids[: len(newline)] == newline else self._encode([text], as_text=as_text)[0]
+        after = ids[len(newline) :]
+        return after if np.array_equal(ids[: len(newline)], newline) else self._encode([text], as_text=as_text)[0]
 
 
 def build_text_tokenizer(tokenizer: "PreTrainedTokenizerBase", *, control: ControlTokens) -> TextTokenizer:

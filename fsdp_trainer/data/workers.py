@@ -1,24 +1,75 @@
-"""Encode many records in several processes, in order.
+"""Encode many records side by side, in order: in threads of this process, or in several processes.
 
-Plain subprocesses with pickles through their pipes: multiprocessing would run the user's script again in each child
+Threads, because the Rust tokenizer works without Python's lock and spreads a batch over the cores itself: two cores are
+kept busy by it and by the one thread that renders, and nothing is loaded twice. Only with many cores is rendering what
+they wait for, and processes pay.
+
+The processes are plain ones with pickles through their pipes: multiprocessing would run the user's script again in each
 (fatal in one without a __main__ guard), must not fork a process with threads, and is refused in a daemonic process.
 """
 
+import gc
 import os
 import pickle
 import queue
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.data.encode import Encoded, Encoder, encode_examples
 from fsdp_trainer.data.sources import BadRecord, Example
 from fsdp_trainer.errors import DataError
+
+_THREADS = 4  # one in Python, the others in the tokenizer or waiting for either
+
+
+def encode_in_threads(
+    chunks: Iterable[list[Example | BadRecord]], *, encoder: Encoder
+) -> Generator[Encoded, None, None]:
+    """Encode chunks of records in threads of this process and yield the results in the order of the chunks."""
+    threads = ThreadPoolExecutor(_THREADS)
+    gc.freeze()  # else the cycle collector walks through all of torch again and again: an eighth of the time
+    try:
+        yield from _in_order(chunks, partial(encode_examples, encoder=encoder), threads=threads, ahead=2 * _THREADS)
+    finally:
+        gc.unfreeze()
+        threads.shutdown(cancel_futures=True)
+
+
+def _in_order(
+    chunks: Iterable[list[Example | BadRecord]],
+    encode: Callable[[list[Example | BadRecord]], Encoded],
+    *,
+    threads: ThreadPoolExecutor,
+    ahead: int,
+) -> Iterator[Encoded]:
+    """Yield what `encode` makes of each chunk, in order, with at most `ahead` chunks begun before they are wanted.
+
+    An error of reading comes after what was read before it, as without threads.
+    """
+    waiting: deque[Future[Encoded]] = deque()
+    failure: DataError | None = None
+    iterator = iter(chunks)
+    while True:
+        try:
+            chunk = next(iterator, None)
+        except DataError as error:
+            chunk, failure = None, error
+        if chunk is None:
+            break
+        waiting.append(threads.submit(encode, chunk))
+        if len(waiting) > ahead:  # bounded: the records of a large file are not all held at once
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+    if failure is not None:
+        raise failure
 
 
 def encode_in_processes(
@@ -38,23 +89,15 @@ def encode_in_processes(
         finally:
             idle.put(process)
 
-    waiting: deque[Future[Encoded]] = deque()
     threads = ThreadPoolExecutor(workers)
     try:
         # in the threads, because a pipe takes the tokenizer only once its process has started, seconds later
         list(threads.map(_send, processes, [pickle.dumps(encoder)] * workers))
-        for chunk in chunks:
-            waiting.append(threads.submit(encode, chunk))
-            if len(waiting) > 2 * workers:  # bounded: the records of a large file are not all held at once
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        yield from _in_order(chunks, encode, threads=threads, ahead=2 * workers)
     finally:
-        for future in waiting:
-            future.cancel()
         for process in processes:
             process.kill()  # nothing is lost: a worker holds no state, and what it was asked for is not wanted any more
-        threads.shutdown()
+        threads.shutdown(cancel_futures=True)
         for process in processes:
             process.wait()
             for pipe in (process.stdin, process.stdout):

@@ -13,7 +13,7 @@ from fsdp_trainer.data.cache import cache_path, evaluation_source
 from fsdp_trainer.data.encode import build_encoder, encode_examples
 from fsdp_trainer.data.prepare import load_prepared, prepare_rows
 from fsdp_trainer.data.sources import read_examples
-from fsdp_trainer.data.workers import encode_in_processes
+from fsdp_trainer.data.workers import encode_in_processes, encode_in_threads
 from fsdp_trainer.errors import DataError
 from tests.unit.data.toy_tokenizer import CHATML, INPUTS, build_tokenizer
 
@@ -197,40 +197,78 @@ def test_progress_adds_up_to_the_records(jsonl, tokenizer):
     assert len(counts) > 1
 
 
-def encoded_in(workers: int, path: Path, **settings):
+def encoded_in(workers: int | None, path: Path, **settings):
     encoder = build_encoder(build_tokenizer(), chat_template=CHATML, seq_len=64, **settings)
     records = list(read_examples([path]))
     chunks = [records[at : at + 3] for at in range(0, len(records), 3)]
+    if workers is None:
+        return list(encode_in_threads(chunks, encoder=encoder))
     if not workers:
         return [encode_examples(chunk, encoder=encoder) for chunk in chunks]
     return list(encode_in_processes(chunks, encoder=encoder, workers=workers))
 
 
-def test_worker_processes_give_the_same_in_the_same_order(jsonl):
-    path = jsonl(*numbered(20), "broken", {"prompt": "p", "completion": ""})
-    here, there = encoded_in(0, path), encoded_in(2, path)
-    assert len(here) == len(there) == 8
+@pytest.mark.parametrize("workers", [None, 2])
+def test_threads_and_worker_processes_give_the_same_in_the_same_order(jsonl, workers):
+    path = jsonl(*numbered(20), "broken", {"prompt": "p", "completion": ""}, *numbered(40))
+    here, there = encoded_in(0, path), encoded_in(workers, path)
+    assert len(here) == len(there) == 21
     for one, other in zip(here, there, strict=True):
         assert np.array_equal(one.tokens, other.tokens)
         assert np.array_equal(one.supervised, other.supervised)
         assert (one.bad, one.dropped, one.records) == (other.bad, other.dropped, other.records)
 
 
-def test_an_error_in_a_worker_is_the_same_error(jsonl):
+@pytest.mark.parametrize("workers", [None, 1])
+def test_an_error_in_a_worker_is_the_same_error(jsonl, workers):
     path = jsonl(*numbered(4))
     with pytest.raises(DataError) as here:
         encoded_in(0, path, vocab_size=10)
     with pytest.raises(DataError) as there:
-        encoded_in(1, path, vocab_size=10)
+        encoded_in(workers, path, vocab_size=10)
     assert str(here.value) == str(there.value)
+
+
+def test_a_broken_record_is_named_before_a_damaged_line_far_behind_it(prepared, jsonl, monkeypatch):
+    """Threads read ahead: what they meet there must not hide what comes first."""
+    monkeypatch.setattr("fsdp_trainer.data.prepare._CHUNK_RECORDS", 2)
+    path = jsonl(*numbered(3), "broken", *numbered(6))
+    path.write_bytes(path.read_bytes() + b"\xff\n")
+    with pytest.raises(DataError, match=f"{path.name}:4: not valid JSON"):
+        prepared(path)
+    with pytest.raises(DataError, match="not UTF-8"):
+        prepared(path, on_bad_record="skip")
+
+
+def test_threads_read_no_further_than_they_need(jsonl):
+    encoder = build_encoder(build_tokenizer(), chat_template=CHATML, seq_len=64)
+    records = list(read_examples([jsonl(*numbered(3))]))
+    read: list[int] = []
+
+    def chunks():
+        for number in range(1000):
+            read.append(number)
+            yield records
+
+    encoded = encode_in_threads(chunks(), encoder=encoder)
+    next(encoded)
+    assert 1 < len(read) < 20
+    encoded.close()
+    assert len(read) < 20
 
 
 def test_many_records_go_to_workers_and_give_the_same_rows(prepared, jsonl, monkeypatch, tmp_path):
     monkeypatch.setattr("fsdp_trainer.data.prepare._WORKERS_PAY_FROM_RECORDS", 10)
     path = jsonl(*numbered(30))
-    one = prepared(path, workers=1, cache_dir=str(tmp_path / "one"))[0]
-    none = prepared(path, workers=0, cache_dir=str(tmp_path / "none"))[0]
-    assert same(one, none)
+    started: list[int] = []
+    monkeypatch.setattr(
+        "fsdp_trainer.data.prepare.encode_in_processes",
+        lambda chunks, **options: started.append(options["workers"]) or encode_in_processes(chunks, **options),
+    )
+    none, two, three = (prepared(path, workers=count, cache_dir=str(tmp_path / str(count)))[0] for count in (0, 2, 3))
+    assert started == [3]
+    assert same(three, none)
+    assert same(two, none)
 
 
 def test_a_worker_process_imports_no_torch():
