@@ -88,6 +88,7 @@ def step_settings(config: Config, shape: ModelShape, *, ranks: int, capability: 
     """Return what a step's memory depends on of `config` on `ranks` GPUs of one compute capability."""
     sharding, checkpointing = config.sharding, config.activation_checkpointing
     foreach = "_foreach" if config.optim.implementation == "foreach" else ""
+    masked_layers, masks = _masks(config, shape, capability=capability)
     return StepSettings(
         ranks=ranks,
         seq_len=config.data.seq_len,
@@ -105,6 +106,11 @@ def step_settings(config: Config, shape: ModelShape, *, ranks: int, capability: 
         loss=config.loss.kind,
         chunk_tokens=config.loss.chunk_tokens,
         attention=_attention(config, shape, capability=capability),
+        # With a mask Transformers repeats keys and values, so fewer of them than queries are no obstacle.
+        masked_attention="scores" if _is_eager(config, shape) else "efficient",
+        masked_layers=masked_layers,
+        masks=masks,
+        mask_rows=config.batch.micro_batch_size if config.data.packing else 1,
         evaluates=config.data.eval is not None,
         exports=config.export.at_end,
         export_bytes=_BYTES[config.export.dtype],
@@ -144,13 +150,34 @@ def _host(config: Config, hardware: Hardware, shape: ModelShape, settings: StepS
 
 def _attention(config: Config, shape: ModelShape, *, capability: float) -> Attention:
     """The kernel torch's attention takes on a GPU: flash from Ampere on, without a mask and in half precision."""
-    if config.model.attention == "eager" or shape.softcapped:
+    if _is_eager(config, shape):
         return "scores"
-    if config.data.packing:
-        return "masked"
-    if capability >= 8.0 and config.precision != "fp32" and shape.head_dim <= 256:
+    if _runs_flash(config, shape, capability=capability):
         return "flash"
     return "efficient" if shape.kv_heads == shape.heads else "scores"
+
+
+def _is_eager(config: Config, shape: ModelShape) -> bool:
+    return config.model.attention == "eager" or shape.softcapped
+
+
+def _runs_flash(config: Config, shape: ModelShape, *, capability: float) -> bool:
+    return capability >= 8.0 and config.precision != "fp32" and shape.head_dim <= 256
+
+
+def _masks(config: Config, shape: ModelShape, *, capability: float) -> tuple[int, int]:
+    """Return how many layers take a mask, and how many different ones there are.
+
+    Packed documents need none where flash runs: its form for variable lengths knows documents and windows. Rows of one
+    document need none but for windows shorter than they are. See attention.py.
+    """
+    windowed = shape.windowed_layers if shape.window is not None and shape.window < config.data.seq_len else 0
+    if not config.data.packing:
+        return windowed, min(windowed, 1)
+    runs_flash = _runs_flash(config, shape, capability=capability) and shape.head_dim % 8 == 0
+    if runs_flash and not _is_eager(config, shape):
+        return 0, 0
+    return shape.layers, (windowed > 0) + (windowed < shape.layers)
 
 
 def _gib(size: float) -> float:

@@ -66,7 +66,10 @@ def trace_run(
     on_gpu = compute_capability is not None
     workspace = find_overheads(compute_capability).cublas_workspace if on_gpu else None
     device = DEVICE if on_gpu else "cpu"
-    with warnings.catch_warnings(), simulated_runtime(world_size=world_size, rank=rank, device=device) as runtime:
+    pretended = simulated_runtime(
+        world_size=world_size, rank=rank, device=device, capability=compute_capability if on_gpu else 8.0
+    )
+    with warnings.catch_warnings(), pretended as runtime:
         trace = MemoryTrace(runtime.device, workspace=workspace)
         # Accelerate's prepare looks at data pointers; `_prepare` in run.py does not let it act on them.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
