@@ -130,10 +130,13 @@ def document_sdpa(
     return sdpa_attention_forward(module, query, key, value, _allowed(module, query, kwargs), **kwargs)
 
 
-@lru_cache
-def _has_flash(device_index: int) -> bool:
-    # Without a GPU these are the fake tensors of a plan, which is made for cards that have the kernels.
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device_index) >= (8, 0)
+def _has_flash(device: torch.device) -> bool:
+    """Tell whether the flash kernels run on a device: from compute capability 8.0 on."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return True  # fake tensors: made for cards that have the kernels
+    module = getattr(torch, device.type, None)  # torch.cuda, or the pretended device's
+    capability = getattr(module, "get_device_capability", None)
+    return capability is not None and device.type != "xpu" and capability(device.index or 0) >= (8, 0)
 
 
 @lru_cache
@@ -148,7 +151,6 @@ def fits_varlen(query: torch.Tensor, value: torch.Tensor, documents: Documents, 
     """
     return (
         documents.lengths is not None
-        and query.device.type == "cuda"
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.shape[-1] == value.shape[-1] <= _VARLEN_HEAD_DIM
         and query.shape[-1] % 8 == 0
@@ -156,7 +158,7 @@ def fits_varlen(query: torch.Tensor, value: torch.Tensor, documents: Documents, 
         and kwargs.get("softcap") is None
         and kwargs.get("position_bias") is None
         and _has_varlen()
-        and _has_flash(query.device.index or 0)
+        and _has_flash(query.device)
     )
 
 

@@ -66,6 +66,10 @@ class _Device:
 
     def __init__(self) -> None:
         self._current = _Stream()
+        self.capability = (8, 0)
+
+    def get_device_capability(self, index: int = 0) -> tuple[int, int]:
+        return self.capability
 
     def is_initialized(self) -> bool:
         return True
@@ -127,16 +131,22 @@ def _integer_reshard_mesh_outside_fake_mode() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def simulated_runtime(*, world_size: int, rank: int = 0, device: str = DEVICE) -> Iterator[Runtime]:
+def simulated_runtime(
+    *, world_size: int, rank: int = 0, device: str = DEVICE, capability: float = 8.0
+) -> Iterator[Runtime]:
     """Yield a `Runtime` for one rank of `world_size` pretended accelerators; leaves no process group or state behind.
 
-    `device` cpu gives what a gloo rank would do instead, to compare with real ones. Needs a process without a process
-    group or Accelerator of its own. The device name stays registered with torch for the life of the process.
+    `capability` is the CUDA compute capability that the accelerators pretend to have. `device` cpu gives what a gloo
+    rank would do instead, to compare with real ones. Needs a process without a process group or Accelerator of its own,
+    and one that has run no backward: autograd knows no kind of device that is registered after its first (torch 2.14,
+    engine.cpp). The device name stays registered with torch for the life of the process.
     """
     if dist.is_initialized() or PartialState._shared_state:
         raise AssertionError("a simulated runtime needs a process in which no run is active")
     if device == DEVICE and not hasattr(torch, DEVICE):
         _setup_privateuseone_for_python_backend(DEVICE, backend_module=_Device())
+    if device == DEVICE:
+        getattr(torch, DEVICE).capability = divmod(round(10 * capability), 10)
     backends = "cpu:fake" if device == "cpu" else f"{DEVICE}:fake,cpu:fake"
     dist.init_process_group(backends, store=FakeStore(), rank=rank, world_size=world_size)
     place = torch.device("cpu") if device == "cpu" else torch.device(device, 0)

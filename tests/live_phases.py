@@ -16,7 +16,11 @@ def _holders(tensor: Any) -> int:
 
 
 def measure(run_settings: dict[str, Any], steps: Sequence[Sequence[Any]]) -> dict[str, int]:
-    """Build the run, take a step over each of `steps` (rows of documents), evaluate; return each phase's peak bytes."""
+    """Build the run, take a step over each of `steps` (rows of documents), evaluate, save and export.
+
+    Return each phase's peak bytes. A checkpoint is copied to host memory in this thread, which is what is seen of it;
+    its writing is another thread's.
+    """
     import gc
     import time
 
@@ -95,7 +99,37 @@ def measure(run_settings: dict[str, Any], steps: Sequence[Sequence[Any]]) -> dic
             total += eval_step(run, windows[-1].micro_batches[0])
         run.model.train()
         run.sharding.reshard_all()
+        live.phase = "save"
+        live.note()
+        save_and_export(run)
     return live.peaks
+
+
+def save_and_export(run: Any) -> None:
+    """As `training` ends a run: a save in the background, its memory given back, the export."""
+    from datetime import timedelta
+    from pathlib import Path
+
+    from fsdp_trainer.checkpoint import build_save_group, build_stager, save_checkpoint
+    from fsdp_trainer.checkpoint_manifest import Progress
+    from fsdp_trainer.export import export_model
+
+    folder, device = Path(run.config.output_dir), run.runtime.device
+    stager = build_stager(device)
+    save_checkpoint(
+        folder,
+        model=run.model,
+        optimizer=run.optimizer,
+        scaler=run.scaler,
+        progress=Progress(step=2),
+        facts={},
+        device=device,
+        process_group=build_save_group(timeout=timedelta(minutes=1)),
+        asynchronous=True,
+        stager=stager,
+    ).wait()
+    stager.close()
+    export_model(folder / "model", model=run.model, hf_config=run.hf_config, dtype=run.config.export.dtype)
 
 
 def measure_all(cases: dict[str, tuple[dict[str, Any], Any]]) -> dict[str, Any]:

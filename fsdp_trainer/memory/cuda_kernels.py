@@ -135,6 +135,18 @@ def _flash_backward(args: Any) -> list[int]:
     return sizes
 
 
+def _varlen_backward(args: Any) -> list[int]:
+    """mha_varlen_bwd of flash_api.cpp: as above over all rows' tokens, 128 rows more for each document."""
+    query, key, borders = args[1], args[2], args[6]
+    tokens, heads, head = query.shape
+    rows = tokens + 128 * (borders.shape[0] - 1)
+    head_rounded = _round_up(head, 32) if head <= 192 else 256
+    sizes = [4 * heads * rows, 4 * rows * heads * head_rounded]
+    if key.shape[1] != heads:
+        sizes += [query.element_size() * key.shape[0] * heads * head] * 2
+    return sizes
+
+
 def _efficient_backward(args: Any) -> list[int]:
     """attention_backward.cu and kernel_backward.h: delta, and gradients that are summed over blocks, in fp32.
 
@@ -152,6 +164,7 @@ def _efficient_backward(args: Any) -> list[int]:
 _WORKSPACES: dict[str, Callable[[Any], list[int]]] = {
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "torch_attn::_varlen_attn_backward": _varlen_backward,
 }
 
 

@@ -44,6 +44,9 @@ class Family:
     copies_output: bool = False
     fused_qkv: bool = False  # the values are a view of one projection, which keeps all of it beside the rotated copies
     shared_input: bool = False  # both norms have the same input, kept once
+    # Which layers look no further back than `sliding_window` where config.json has no layer_types: all, those from
+    # max_window_layers on where use_sliding_window says so, or all but every sliding_window_pattern-th.
+    windows: Literal["none", "all", "asked", "pattern"] = "none"
 
 
 _PLAIN = Family(qkv_bias=False, out_bias=False, mlp_bias=False)
@@ -51,19 +54,19 @@ _GPT = Family(norm="layer", norm_bias=True, qkv_bias=True, out_bias=True, mlp_bi
 _GEMMA = Family(norm="gemma", mlp_bias=False, tied=True, head_dim=256, activation="gelu_pytorch_tanh")
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
-    "mistral": _PLAIN,
-    "mixtral": replace(_PLAIN, expert_ffn="intermediate_size"),
-    "qwen2": replace(_PLAIN, qkv_bias=True),
-    "qwen2_moe": replace(_PLAIN, qkv_bias="qkv_bias"),
-    "qwen3": Family(mlp_bias=False, qk_norm="head", head_dim=128),
-    "qwen3_moe": Family(mlp_bias=False, qk_norm="head"),
-    "phi3": replace(_PLAIN, copies_output=True, fused_qkv=True),
+    "mistral": replace(_PLAIN, windows="all"),
+    "mixtral": replace(_PLAIN, expert_ffn="intermediate_size", windows="all"),
+    "qwen2": replace(_PLAIN, qkv_bias=True, windows="asked"),
+    "qwen2_moe": replace(_PLAIN, qkv_bias="qkv_bias", windows="asked"),
+    "qwen3": Family(mlp_bias=False, qk_norm="head", head_dim=128, windows="asked"),
+    "qwen3_moe": Family(mlp_bias=False, qk_norm="head", windows="asked"),
+    "phi3": replace(_PLAIN, copies_output=True, fused_qkv=True, windows="all"),
     "olmo2": Family(norm="olmo", normed_inputs=0, mlp_bias=False, qk_norm="all"),
     "smollm3": Family(tied=True),
     "granite": Family(),
     "gemma": _GEMMA,
-    "gemma2": replace(_GEMMA, norms=4),
-    "gemma3_text": replace(_GEMMA, norms=4, qk_norm="head"),
+    "gemma2": replace(_GEMMA, norms=4, windows="pattern"),
+    "gemma3_text": replace(_GEMMA, norms=4, qk_norm="head", windows="pattern"),
     "cohere": Family(norm="cohere", norms=1, normed_inputs=1, mlp_bias=False, tied=True),
     "starcoder2": replace(
         _GPT,
@@ -73,6 +76,7 @@ FAMILIES: dict[str, Family] = {
         tied=True,
         grouped=True,
         activation="gelu_pytorch_tanh",
+        windows="all",
     ),
     "stablelm": replace(_PLAIN, norm="layer", norm_bias=True, qkv_bias="use_qkv_bias", copies_output=True),
     "gpt_neox": replace(
@@ -104,7 +108,10 @@ class Experts:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The numbers of one architecture that memory depends on. `dense_layers` of `layers` have no experts."""
+    """The numbers of one architecture that memory depends on. `dense_layers` of `layers` have no experts.
+
+    `windowed_layers` of them look no further back than `window` tokens.
+    """
 
     family: str
     hidden: int
@@ -123,6 +130,8 @@ class ModelShape:
     softcapped: bool
     experts: Experts | None = None
     dense_layers: int = 0
+    window: int | None = None
+    windowed_layers: int = 0
 
     @property
     def rules(self) -> Family:
@@ -230,6 +239,7 @@ def _shape(config: Mapping[str, Any], family: str) -> ModelShape:
         if config.get(key, only) != only:
             raise ValueError(f"{key}: {config[key]} is not known here")
     experts = _experts(config, rules)
+    window = _window(config, rules)
     return ModelShape(
         family=family,
         hidden=hidden,
@@ -250,7 +260,33 @@ def _shape(config: Mapping[str, Any], family: str) -> ModelShape:
         softcapped=config.get("attn_logit_softcapping", 50.0 if family == "gemma2" else None) is not None,
         experts=experts,
         dense_layers=_dense_layers(config, layers) if experts else layers,
+        window=window,
+        windowed_layers=_windowed_layers(config, rules, layers) if window else 0,
     )
+
+
+# Where config.json says nothing of the window (Transformers' configuration files); elsewhere silence means none.
+_WINDOWS = {"qwen2": 4096, "qwen2_moe": 4096, "qwen3": 4096, "qwen3_moe": 4096, "gemma2": 4096, "gemma3_text": 4096}
+_PATTERNS = {"gemma2": 2, "gemma3_text": 6}
+
+
+def _window(config: Mapping[str, Any], rules: Family) -> int | None:
+    if rules.windows == "asked" and not config.get("use_sliding_window"):
+        return None
+    default = _WINDOWS.get(str(config.get("model_type"))) if rules.windows != "none" else None
+    found = config.get("sliding_window", default)  # null means none
+    return int(found) if found and rules.windows != "none" else None
+
+
+def _windowed_layers(config: Mapping[str, Any], rules: Family, layers: int) -> int:
+    if types := config.get("layer_types"):
+        return sum(kind == "sliding_attention" for kind in types)
+    if rules.windows == "asked":
+        return max(0, layers - int(config.get("max_window_layers", 28)))
+    if rules.windows == "pattern":
+        pattern = int(config.get("sliding_window_pattern") or _PATTERNS[str(config["model_type"])])
+        return layers - layers // pattern
+    return layers
 
 
 def _experts(config: Mapping[str, Any], rules: Family) -> Experts | None:
@@ -314,6 +350,26 @@ def count_parameters(shape: ModelShape) -> int:
     )
 
 
+def matrices(shape: ModelShape) -> list[tuple[int, int]]:
+    """Return (rows, columns) of every parameter that is a matrix or more; stacked experts count as rows of theirs."""
+    h, rules = shape.hidden, shape.rules
+    q, kv = shape.query_size, shape.kv_size
+    attention = [(q + 2 * kv, h)] if rules.fused_qkv else [(q, h), (kv, h), (kv, h)]
+
+    def mlp(ffn: int) -> list[tuple[int, int]]:
+        inward = [(2 * ffn, h)] if shape.family == "phi3" else [(ffn, h)] * (2 if rules.gated else 1)
+        return [*inward, (h, ffn)]
+
+    found = [(shape.vocab, h)] * (1 if shape.tied else 2) + [(shape.position_rows, h)] * (shape.position_rows > 0)
+    dense = [*attention, (h, q), *mlp(shape.ffn)]
+    found += dense * (shape.layers if shape.experts is None else shape.dense_layers)
+    if (experts := shape.experts) is not None:
+        routed = [(experts.count, 2 * experts.ffn * h), (experts.count, h * experts.ffn), (experts.count, h)]
+        shared = mlp(experts.shared_ffn) if experts.shared_ffn else []
+        found += [*attention, (h, q), *routed, *shared] * (shape.layers - shape.dense_layers)
+    return found
+
+
 def count_final_norm(shape: ModelShape) -> int:
     """Return the parameters of the norm before the head."""
     return shape.hidden * (1 + shape.rules.norm_bias)
@@ -327,7 +383,7 @@ def count_positions(shape: ModelShape) -> int:
 # --- activations -----------------------------------------------------------------------------------------------------
 
 
-Attention = Literal["flash", "masked", "efficient", "scores"]
+Attention = Literal["flash", "efficient", "scores"]
 
 
 def layer_activation_bytes(
@@ -354,15 +410,15 @@ def _attention_bytes(shape: ModelShape, *, seq_len: int, compute_bytes: int, att
     """Return what attention keeps per token.
 
     flash: queries, keys, values, output, one fp32 number a head. efficient: the same with keys and values repeated for
-    every query head; masked: and the mask as numbers, once for all heads, which each layer makes anew. scores (eager
-    attention, torch's math form): the fp32 softmax of every score, its cast, and what a soft-cap keeps.
+    every query head. scores (eager attention, torch's math form): the fp32 softmax of every score, its cast, and what a
+    soft-cap keeps. Masks are counted in estimate_step.py.
     """
     b, queries = compute_bytes, shape.query_size
     extra = b * ((queries + shape.kv_size) * shape.rules.fused_qkv + queries * shape.rules.copies_output)
     if attention == "flash" and not shape.softcapped:
         return extra + 2 * b * (queries + shape.kv_size) + 4 * shape.heads
-    if attention in ("efficient", "masked") and not shape.softcapped:
-        return extra + 4 * b * queries + 4 * shape.heads + (b * seq_len if attention == "masked" else 0)
+    if attention == "efficient" and not shape.softcapped:
+        return extra + 4 * b * queries + 4 * shape.heads
     capped, cast = (b if shape.softcapped else 0), (b if b < 4 else 0)
     return extra + 4 * b * queries + shape.heads * seq_len * (4 + cast + capped)
 

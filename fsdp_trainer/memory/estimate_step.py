@@ -5,6 +5,11 @@ _fsdp_collectives.py): in the forward a unit's gather buffer lives until the nex
 next unit is gathered ahead, and a reduction's input lives until the next reduction. One unit per decoder layer, one
 for the embedding and one for norm and head, or one for all three where they are tied, as sharding.py makes them.
 Peaks inside a layer are taken at three points of its backward. Bytes are per rank.
+
+[Note: masks] attention.py makes a boolean table at the first layer that needs it, of comparisons that are tables
+themselves, and keeps it to the end of the forward, or of the backward where a layer is recomputed. Without a kernel of
+its own for documents or windows each layer's attention then turns it into numbers of the compute dtype (torch,
+sdp_utils: convert_boolean_attn_mask), by way of its inverse, and saves those; eager attention saves none.
 """
 
 from collections.abc import Iterator
@@ -27,7 +32,11 @@ Timeline = list[tuple[int, str, dict[str, int]]]
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What a step's memory depends on besides the model; the words are those of the settings file."""
+    """What a step's memory depends on besides the model; the words are those of the settings file.
+
+    `attention` is the kernel of layers without a mask, `masked_attention` that of the `masked_layers`. Those take one
+    of `masks` tables of `mask_rows` x seq_len x seq_len (a row each where documents are packed), see [Note: masks].
+    """
 
     ranks: int
     seq_len: int
@@ -46,6 +55,10 @@ class StepSettings:
     chunk_tokens: int | None = None
     bytes_per_logit: float | None = None
     attention: Attention = "flash"
+    masked_attention: Attention = "efficient"
+    masked_layers: int = 0
+    masks: int = 0
+    mask_rows: int = 1
     evaluates: bool = False
     exports: bool = True
     export_bytes: int = 2
@@ -69,6 +82,11 @@ class StepSettings:
     def reduces_every_micro_batch(self) -> bool:
         """Gradients are sharded between micro-batches."""
         return self.zero_stage >= 2 or self.offload_params
+
+    @property
+    def mask_bytes(self) -> int:
+        """Bytes of one table that says who may look where, one a pair."""
+        return self.mask_rows * self.seq_len**2
 
     def is_checkpointed(self, index: int) -> bool:
         """Whether a decoder layer is recomputed in the backward."""
@@ -210,18 +228,50 @@ class _Step:
         for number, unit in enumerate(self.layers):
             if not gathered:
                 self.gather(phase, unit)
+            if number == 0:
+                self.make_masks(phase)
             saved = self.layer_bytes(number)
             keeps = trains and not settings.is_checkpointed(number)
-            self.ledger.spike(phase, temporaries=self.forward_spike(saved, keeps=keeps))
+            spike = max(self.forward_spike(saved, keeps=keeps), self.mask_spike(number))
+            self.ledger.spike(phase, temporaries=spike)
             # A checkpointed layer keeps its input, which is there already; its output is the next one's.
             kept.append(saved if keeps else hidden if trains else 0.0)
             self.ledger.change(phase, activations=kept[-1])
             if not unit.stays:
                 self.free(phase, unit)
                 self.keep_part(phase, unit)
+        if not (trains and self.keeps_masks):
+            self.ledger.change(phase, temporaries=-settings.masks * settings.mask_bytes)
         if self.embedding is not None and not gathered and not outer_there:
             self.gather(phase, self.head)
         return kept
+
+    # Masks, see [Note: masks]
+
+    @property
+    def keeps_masks(self) -> bool:
+        """Whether a recomputed layer needs them in the backward."""
+        return any(self.settings.is_checkpointed(number) for number in range(len(self.layers)))
+
+    def make_masks(self, phase: str) -> None:
+        settings = self.settings
+        kept = "activations" if phase == "forward" and self.keeps_masks else "temporaries"
+        for _ in range(settings.masks):
+            self.ledger.spike(phase, temporaries=settings.seq_len**2 + 2 * settings.mask_bytes)
+            self.ledger.change(phase, **{kept: settings.mask_bytes})
+
+    def mask_numbers(self, index: int) -> float:
+        """Bytes of a layer's mask as numbers."""
+        settings = self.settings
+        return settings.mask_bytes * settings.compute_bytes if index < settings.masked_layers else 0.0
+
+    def mask_spike(self, index: int) -> float:
+        """The mask as numbers, its inverse, and what attention reads, at the moment of a layer's attention."""
+        settings, shape = self.settings, self.shape
+        if index >= settings.masked_layers:
+            return 0.0
+        read = settings.tokens * settings.compute_bytes * (shape.hidden + 3 * shape.query_size)
+        return self.mask_numbers(index) + settings.mask_bytes + read
 
     def loss_memory(self) -> LossMemory:
         settings, shape = self.settings, self.shape
@@ -242,9 +292,14 @@ class _Step:
             seq_len=settings.seq_len,
             compute_bytes=settings.compute_bytes,
             dense=index < self.dense_first,
-            attention=settings.attention,
+            attention=self.attention(index),
         )
-        return per_token * settings.tokens
+        return per_token * settings.tokens + (self.mask_numbers(index) if self.attention(index) == "efficient" else 0)
+
+    def attention(self, index: int) -> Attention:
+        """The kernel of a layer."""
+        settings = self.settings
+        return settings.masked_attention if index < settings.masked_layers else settings.attention
 
     def forward_spike(self, saved: float, *, keeps: bool) -> float:
         """What is alive in a layer for a moment: of the MLP where nothing is kept, else one fp32 norm."""
@@ -280,7 +335,8 @@ class _Step:
             self.layer_backward(number, kept[number], gathered=gathered, frees=frees)
             self.reduce(self.layers[number], is_last=is_last, accumulates=accumulates)
         self.last_unit(gathered=gathered, frees=frees, is_last=is_last, accumulates=accumulates)
-        ledger.change("backward", temporaries=-hidden, activations=-hidden)
+        masks = settings.masks * settings.mask_bytes if self.keeps_masks else 0
+        ledger.change("backward", temporaries=-hidden, activations=-hidden - masks)
 
     def layer_backward(self, number: int, kept: float, *, gathered: bool, frees: bool) -> None:
         settings, ledger, unit = self.settings, self.ledger, self.layers[number]
@@ -291,9 +347,11 @@ class _Step:
                 self.gather_start("backward", ahead)
         saved = self.layer_bytes(number)
         if settings.is_checkpointed(number):
+            if (spike := self.mask_spike(number)) > saved:
+                ledger.spike("backward", activations=spike)
             ledger.change("backward", activations=saved)
         gradients = unit.parameters * settings.compute_bytes
-        for share_left, share_done, temporaries in self.points(saved):
+        for share_left, share_done, temporaries in self.points(number, saved):
             ledger.spike(
                 "backward",
                 temporaries=temporaries,
@@ -306,7 +364,7 @@ class _Step:
             self.free("backward", unit)
             self.keep_part("backward", unit, keep=False)
 
-    def points(self, saved: float) -> Iterator[tuple[float, float, float]]:
+    def points(self, number: int, saved: float) -> Iterator[tuple[float, float, float]]:
         """(share of activations left, share of gradients made, temporaries) at three points of a layer's backward.
 
         At the product of gate and up: the MLP's last gradient made, three of its widths alive. At the attention
@@ -321,7 +379,7 @@ class _Step:
         yield 1 - min(1.0, b * tokens * width / saved), mlp_share / matrices, b * tokens * 3 * width
         yield after_mlp, mlp_share, 12.0 * tokens * shape.hidden
         flash = tokens * (shape.query_size * (4 + 2 * b) + 2 * b * shape.query_size)
-        if self.settings.attention == "scores" or shape.softcapped:  # the scores' gradient before and after the softmax
+        if self.attention(number) == "scores" or shape.softcapped:  # the scores' gradient before and after the softmax
             flash += 8.0 * tokens * shape.heads * self.settings.seq_len
         before_norm = after_mlp - min(after_mlp, tokens * shape.hidden * (4 + 2 * b) / saved)
         yield before_norm, mlp_share, flash

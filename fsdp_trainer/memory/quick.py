@@ -3,7 +3,7 @@
 What has no closed form is null: what the allocator reserves, the smallest capacity it survives in, and time.
 """
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from fsdp_trainer.config import Config
@@ -13,7 +13,7 @@ from fsdp_trainer.memory.estimate import GIB, RECIPES
 from fsdp_trainer.memory.estimate_model import FAMILIES, Attention, ModelShape, count_parameters, read_model_shape
 from fsdp_trainer.memory.estimate_step import StepSettings, Timeline, estimate_step, find_peak, phase_peaks
 from fsdp_trainer.memory.hardware import Hardware, read_overheads
-from fsdp_trainer.memory.host import HostMemory, estimate_host
+from fsdp_trainer.memory.host import ProcessParts, estimate_process, host_memory
 from fsdp_trainer.memory.ledger import PHASES
 from fsdp_trainer.units import format_bytes, format_count
 
@@ -36,13 +36,14 @@ def simulate_quick(config: Config, hardware: Hardware) -> dict[str, Any]:
     _, phase, alive = find_peak(timeline)
     allocated, peaks = sum(alive.values()), phase_peaks(timeline)
     limit = hardware.usable_bytes - hardware.outside_bytes
-    host = _host(config, hardware, shape, settings)
+    parts = _process(config, hardware, shape, settings)
+    node = host_memory(parts, processes=hardware.gpus_per_node, data_workers=config.data.workers)
     fits = False if allocated > limit else True if allocated * ALLOCATOR_MARGIN <= limit else None
     return {
         "allocated_gib": _gib(allocated),
         "reserved_gib": None,
         "min_capacity_gib": None,
-        "host_gib": _gib(_host(config, replace(hardware, gpus_per_node=1), shape, settings).peak),
+        "host_gib": _gib(host_memory(parts).peak),
         "phases": {name: _gib(peaks[name]) if name in peaks else None for name in PHASES},
         "breakdown": {name: _gib(size) for name, size in alive.items()},
         "step_seconds": None,
@@ -54,7 +55,7 @@ def simulate_quick(config: Config, hardware: Hardware) -> dict[str, Any]:
         "gpus": str(hardware),
         "parameters": count_parameters(shape),
         "peak_phase": phase,
-        "host_node_gib": {name: _gib(size) for name, size in asdict(host).items()},
+        "host_node_gib": {name: _gib(size) for name, size in asdict(node).items()},
     }
 
 
@@ -89,6 +90,7 @@ def step_settings(config: Config, shape: ModelShape, *, ranks: int, capability: 
     """Return what a step's memory depends on of `config` on `ranks` GPUs of one compute capability."""
     sharding, checkpointing = config.sharding, config.activation_checkpointing
     foreach = "_foreach" if config.optim.implementation == "foreach" else ""
+    masked_layers, masks = _masks(config, shape, capability=capability)
     return StepSettings(
         ranks=ranks,
         seq_len=config.data.seq_len,
@@ -106,6 +108,11 @@ def step_settings(config: Config, shape: ModelShape, *, ranks: int, capability: 
         loss=config.loss.kind,
         chunk_tokens=config.loss.chunk_tokens,
         attention=_attention(config, shape, capability=capability),
+        # With a mask Transformers repeats keys and values, so fewer of them than queries are no obstacle.
+        masked_attention="scores" if _is_eager(config, shape) else "efficient",
+        masked_layers=masked_layers,
+        masks=masks,
+        mask_rows=config.batch.micro_batch_size if config.data.packing else 1,
         evaluates=config.data.eval is not None,
         exports=config.export.at_end,
         export_bytes=_BYTES[config.export.dtype],
@@ -129,31 +136,49 @@ def _read(config: Config, hardware: Hardware) -> tuple[ModelShape, StepSettings]
     return shape, step_settings(config, shape, ranks=hardware.count, capability=hardware.capability)
 
 
-def _host(config: Config, hardware: Hardware, shape: ModelShape, settings: StepSettings) -> HostMemory:
-    return estimate_host(
-        count_parameters(shape),
+def _process(config: Config, hardware: Hardware, shape: ModelShape, settings: StepSettings) -> ProcessParts:
+    return estimate_process(
+        shape,
         process_bytes=read_overheads(hardware.capability)["process"],
-        gpus_per_node=hardware.gpus_per_node,
         shards=settings.shards,
         offload_params=settings.offload_params,
         random_init=config.model.init == "random",
         async_save=config.checkpoint.async_save,
-        data_workers=config.data.workers,
         exports=config.export.at_end,
         export_bytes=settings.export_bytes,
-        largest_tensor=shape.vocab * shape.hidden,
     )
 
 
 def _attention(config: Config, shape: ModelShape, *, capability: float) -> Attention:
     """The kernel torch's attention takes on a GPU: flash from Ampere on, without a mask and in half precision."""
-    if config.model.attention == "eager" or shape.softcapped:
+    if _is_eager(config, shape):
         return "scores"
-    if config.data.packing:
-        return "masked"
-    if capability >= 8.0 and config.precision != "fp32" and shape.head_dim <= 256:
+    if _runs_flash(config, shape, capability=capability):
         return "flash"
     return "efficient" if shape.kv_heads == shape.heads else "scores"
+
+
+def _is_eager(config: Config, shape: ModelShape) -> bool:
+    return config.model.attention == "eager" or shape.softcapped
+
+
+def _runs_flash(config: Config, shape: ModelShape, *, capability: float) -> bool:
+    return capability >= 8.0 and config.precision != "fp32" and shape.head_dim <= 256
+
+
+def _masks(config: Config, shape: ModelShape, *, capability: float) -> tuple[int, int]:
+    """Return how many layers take a mask, and how many different ones there are.
+
+    Packed documents need none where flash runs: its form for variable lengths knows documents and windows. Rows of one
+    document need none but for windows shorter than they are. See attention.py.
+    """
+    windowed = shape.windowed_layers if shape.window is not None and shape.window < config.data.seq_len else 0
+    if not config.data.packing:
+        return windowed, min(windowed, 1)
+    runs_flash = _runs_flash(config, shape, capability=capability) and shape.head_dim % 8 == 0
+    if runs_flash and not _is_eager(config, shape):
+        return 0, 0
+    return shape.layers, (windowed > 0) + (windowed < shape.layers)
 
 
 def _gib(size: float) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -89,12 +90,22 @@ class MemoryTrace(TorchDispatchMode):
             finally:
                 trace._hidden -= 1
 
+        self._init_outputs = FSDPParam.init_all_gather_outputs
+        init_outputs = self._init_outputs
+
+        def named(parameter: FSDPParam, *args: Any, **kwargs: Any) -> None:
+            """A unit on one rank is copied, not gathered: no operation of FSDP2 says what the copy is."""
+            init_outputs(parameter, *args, **kwargs)
+            trace.mark(parameter.all_gather_outputs, "unsharded_parameters")
+
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+        FSDPParam.init_all_gather_outputs = named  # type: ignore[method-assign]
         _set_propagation(hidden)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        FSDPParam.init_all_gather_outputs = self._init_outputs  # type: ignore[method-assign]
         _set_propagation(self._propagate)
         super().__exit__(*error)
 

@@ -9,7 +9,11 @@ import torch
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-_FLASH = {"aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_efficient_attention"}
+_FUSED = {
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "torch_attn::_varlen_attn",
+}
 
 
 @dataclass
@@ -60,7 +64,7 @@ def _count_collective(work: Work, name: str, args: Any) -> None:
 
 def _is_causal(func: Any, name: str, args: Any, kwargs: Any) -> bool:
     """Half of the scores are never computed; the formulas count all of them."""
-    if name.removesuffix("_backward") not in _FLASH:
+    if name.removesuffix("_backward") not in _FUSED:
         return False
     names = [argument.name for argument in func._schema.arguments]
     place = names.index("is_causal")

@@ -47,6 +47,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         "chunked": settings(folder, model=LARGE, loss={"chunk_tokens": 64}),
         "tied": settings(folder, model={"tie_word_embeddings": True}),
         "offload": settings(folder, sharding={"offload": "params"}),
+        "stage0": settings(folder, sharding={"zero_stage": 0}),
         "stage2": settings(folder, sharding={"zero_stage": 2}, **evaluation),
         "evaluated": settings(folder, **evaluation),
         "accumulated": settings(folder, batch={"global_batch_size": 800}),
@@ -64,6 +65,7 @@ def on_t4(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     cases = {
         "base": settings(folder, precision="fp16"),
         "grouped": settings(folder, precision="fp16", model={"num_key_value_heads": 2}),
+        "packed": settings(folder, precision="fp16", data={"packing": True}),
     }
     return run_ranks(simulation_runs.simulate_all, 1, cases, "8xT4", timeout=300)[0]
 
@@ -149,8 +151,16 @@ def test_attention_keeps_no_scores_on_ampere_and_does_on_turing(runs: dict[str, 
         assert fused["kept"].count(scores) == 0
         assert max(size for size in fused["kept"] if size < scores) >= inputs
     assert on_t4["grouped"]["kept"].count(scores) >= LAYERS
-    mask = 2 * TOKENS * TOKENS  # packed rows: an additive mask a layer
-    assert runs["packed"]["kept"].count(mask) - runs["base"]["kept"].count(mask) >= LAYERS
+    mask = 2 * TOKENS * TOKENS  # packed rows without a kernel for documents: an additive mask a layer
+    assert on_t4["packed"]["kept"].count(mask) - on_t4["base"]["kept"].count(mask) >= LAYERS
+    assert runs["packed"]["kept"].count(mask) <= runs["base"]["kept"].count(mask)
+    assert runs["packed"]["largest"]["temporaries"] == runs["base"]["largest"]["temporaries"]
+
+
+def test_whole_weights_are_named_where_nothing_is_gathered(runs: dict[str, Any]) -> None:
+    """At stage 0 each rank copies its own masters to the compute dtype: weights, not activations."""
+    assert runs["stage0"]["largest"]["unsharded_parameters"] == 2 * VOCABULARY * HIDDEN
+    assert runs["stage0"]["breakdown"]["unsharded_parameters"] >= 2 * VOCABULARY * HIDDEN
 
 
 def test_extrapolation_is_exact_where_it_is_linear(tmp_path_factory: pytest.TempPathFactory) -> None:

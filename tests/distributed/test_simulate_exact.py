@@ -133,5 +133,5 @@ def test_live_bytes_are_those_of_real_ranks(
             again = run_ranks(live_phases.measure_all, world, {case: prepared}, timeout=200)[-1 if index else 0][case]
             real = {name: min(size, again[name]) for name, size in real.items()}
         assert {name: fake["phases"][name] for name in real} == real
-        assert set(real) == {"load", "forward", "backward", "clip", "step", "evaluate"}
+        assert set(real) == {"load", "forward", "backward", "clip", "step", "evaluate", "save"}
         assert sum(fake["breakdown"].values()) == max(fake["phases"].values())

@@ -57,7 +57,11 @@ def settings(draw: st.DrawFn) -> StepSettings:
         loss=draw(st.sampled_from(["plain", "chunked"])),
         chunk_tokens=draw(st.sampled_from([None, 1, 100, 10**9])),
         bytes_per_logit=draw(st.sampled_from([None, 2, 8, 14])),
-        attention=draw(st.sampled_from(["flash", "masked", "efficient", "scores"])),
+        attention=draw(st.sampled_from(["flash", "efficient", "scores"])),
+        masked_attention=draw(st.sampled_from(["efficient", "scores"])),
+        masked_layers=draw(st.sampled_from([0, 1, 100])),
+        masks=draw(st.sampled_from([0, 1, 2])),
+        mask_rows=draw(st.integers(1, 3)),
         evaluates=draw(st.booleans()),
         exports=draw(st.booleans()),
     )

@@ -85,7 +85,8 @@ def test_verdicts(tmp_path: Path) -> None:
         ({"sharding__replicate": 2}, True),
         ({"sharding__offload": "params"}, False),
         ({"sharding__reduce_dtype": "bf16"}, False),
-        ({"data__packing": False}, False),
+        ({"model__attention": "eager", "data__seq_len": 4096}, True),
+        ({"precision": "fp32"}, True),
     ],
 )
 def test_settings_move_the_peak_the_right_way(tmp_path: Path, settings: dict[str, Any], larger: bool) -> None:
@@ -105,6 +106,11 @@ TRACED = {
     "no_checkpoints": (
         *("llama-2-7b", 6, "8xA100-80GB"),
         {"data__packing": False, "activation_checkpointing__mode": "none"},
+    ),
+    "masks": ("qwen3-0.6b", 6, "4xT4", {"precision": "fp16", "data__seq_len": 8192}),
+    "masks_kept": (
+        *("qwen3-0.6b", 6, "4xA100-80GB"),
+        {"precision": "fp32", "data__seq_len": 4096, "activation_checkpointing__mode": "none"},
     ),
     "offload": ("llama-2-7b", 6, "4xA100-80GB", {"data__packing": False, "sharding__offload": "params"}),
 }
