@@ -25,6 +25,7 @@ from fsdp_trainer.errors import CheckpointError
 # follow a save hold that copy in any case, and pinning anew, or new pages on a busy machine, would cost more than it.
 HostMemory = dict[str, torch.Tensor]
 _PORTABLE = 1  # cudaHostRegisterPortable
+_PINNED_BYTES = 2**16  # smaller ones, norms and counters, share pages with each other and take no time to copy
 
 
 @dataclass(frozen=True)
@@ -115,10 +116,10 @@ def _host_tensor(memory: HostMemory, name: str, tensor: torch.Tensor) -> torch.T
 def _pin(tensor: torch.Tensor) -> None:
     """Pin the memory of a tensor as it is; torch's own pinned memory is rounded up to a power of two."""
     local = _local(tensor)
-    if not local.nbytes:
+    if local.nbytes < _PINNED_BYTES:
         return
     runtime: Any = torch.cuda.cudart()
-    torch.cuda.check_error(int(runtime.cudaHostRegister(local.data_ptr(), local.nbytes, _PORTABLE)))
+    torch.cuda.check_error(runtime.cudaHostRegister(local.data_ptr(), local.nbytes, _PORTABLE))
     # Before the memory is given back, or whoever gets it next could not pin it; not at exit, when CUDA has gone.
     weakref.finalize(tensor, runtime.cudaHostUnregister, local.data_ptr()).atexit = False
 

@@ -130,3 +130,29 @@ def test_what_is_cut_short_or_missing_is_found_before_the_data_are_read(copy: Pa
         message = fault_runs.read_status(tmp_path / "run")["message"]
         assert message.startswith(REFUSED) and name in message
     assert not list((tmp_path / "run").glob("**/*.arrow")) and not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def export_offline(run: str, out: str) -> list[str]:
+    import os
+
+    from fsdp_trainer import offline_export
+
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    lines: list[str] = []
+    offline_export.log_line = lambda line, **_: lines.append(str(line))  # type: ignore[assignment]
+    offline_export.export_checkpoint(Path(run), Path(out), dtype="bf16")
+    return lines
+
+
+def test_an_export_is_not_compared_with_a_source_that_has_changed(copy: Path, tmp_path: Path) -> None:
+    """The trained weights are in the checkpoint, so they are written all the same, and why is said."""
+    data = models.write_jsonl(models.make_records(16, seed=3)[0], tmp_path / "data.jsonl")
+    config = training_runs.settings(
+        str(copy), data, tmp_path / "run", train={"max_steps": 1}, schedule={"warmup_steps": 0}
+    )
+    assert fault_runs.run(config, 1) == [0]
+    flip(next(copy.glob("model-00002*")))
+    lines = run_ranks(export_offline, 1, str(tmp_path / "run"), str(tmp_path / "out"))[0]
+    assert "not compared with the model before training" in lines[0] and "model-00002-of-00002" in lines[0]
+    assert (tmp_path / "out" / "model.safetensors").is_file()

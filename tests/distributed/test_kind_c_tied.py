@@ -1,7 +1,7 @@
 """Tied embeddings (reports C): one parameter, one unit, both halves of its gradient.
 
-Entries 19 and 20 are checked here for every tied architecture; 21 to 24 are about files: see test_export*.py and
-test_checkpoint*.py.
+Entries 19 and 20 are checked here for every tied architecture. Elsewhere: 21 (a head that came apart), 22 and 23 (one
+name for a tied tensor, and the folder loads whole) in test_export.py, 24 in test_kind_l_loading.py.
 """
 
 from __future__ import annotations

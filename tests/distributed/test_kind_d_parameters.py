@@ -1,6 +1,6 @@
 """Parameter groups (reports D 29, 30): what decays is decided by kind, and the optimizer holds the model's own shards.
 
-26 and 28 (freezing) come with the freezing of parameters.
+Elsewhere: 26 in test_simulate.py, 28 in test_kind_d_freezing.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Kinds C, E and L of the public failures when loading: ties, vocabularies, merged experts, hostile folders."""
+"""Kinds C, E and L of the public failures when loading: ties, vocabularies, merged experts, hostile folders.
+
+Elsewhere: 92 and 93 (what each rank really holds) and 96 in test_loading.py, 97 in test_simulate.py. 98 cannot arise:
+each rank reads its own part, whatever Accelerate's switches for loading say.
+"""
 
 from __future__ import annotations
 

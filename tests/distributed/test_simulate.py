@@ -56,6 +56,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         "random": settings(folder, model={"num_hidden_layers": 3, "vocab_size": 64_000}, export={"at_end": False}),
     }
     cases["random"]["model"]["init"] = "random"
+    cases["frozen"] = settings(folder)
+    cases["frozen"]["model"]["freeze"] = ["model.layers.0"]
     return run_ranks(simulation_runs.simulate_all, 1, cases, "8xA100-80GB", timeout=300)[0]
 
 
@@ -92,6 +94,18 @@ def test_first_step_spike_of_foreach(runs: dict[str, Any]) -> None:
     assert fused == pytest.approx(4 * SHARD + WORKSPACES, rel=0.001)
     embedding = 4 * VOCABULARY * HIDDEN // 8  # is not decayed, so it is stepped apart
     assert foreach - fused == pytest.approx(SHARD - embedding, rel=0.002)
+
+
+def test_26_a_frozen_layer_saves_its_gradients_and_states(runs: dict[str, Any]) -> None:
+    """Also in a model whose other layers train: a unit is a layer, and the frozen one has no gradient memory."""
+    all_trained, frozen = (runs[name]["phases"]["step"] for name in ("base", "frozen"))
+    assert all_trained - frozen == pytest.approx(3 * 4 * LAYER // 8, rel=0.01)
+    assert runs["frozen"]["breakdown"]["parameters"] == SHARD
+
+
+def test_97_loading_takes_the_shards_alone(runs: dict[str, Any]) -> None:
+    """The public case has the whole model on each GPU for a moment."""
+    assert SHARD <= runs["base"]["phases"]["load"] < SHARD + 4 * LAYER
 
 
 def test_logits_spike(runs: dict[str, Any]) -> None:
