@@ -81,9 +81,9 @@ class DataConfig(Section):
     train: Annotated[Text | SourceConfig | SomeSources, BeforeValidator(check_sources), _SOURCES] = Field(
         default="data/train.jsonl",
         description="Training data: a file (JSONL, a JSON array, Parquet, CSV, TSV, Arrow, or plain text, which is one "
-        "record a file; each also as .gz or .zst), a folder of them (of one split), a folder that datasets saved, a hub "
-        "id ({path, subset, split} where it has several), or a list of these. A list of {path, weight} mixes its sources "
-        "by rows: an epoch has as many rows as all sources together, of which each source gives its weight's share, "
+        "record a file; each also as .gz or .zst), a folder of them (of one split), a folder that datasets saved, a "
+        "hub id ({path, subset, split} where it has several), or a list of these. A list of {path, weight} mixes its "
+        "sources by rows: an epoch has as many rows as all sources together, of which each source gives its weight's share, "
         "from its own shuffled rows in turn (some twice where it is short, some only in a later epoch where it is "
         "long).",
     )
