@@ -330,7 +330,7 @@ def translate_errors(error: ValidationError, *, settings: Mapping[Any, Any], roo
             depends = (path, f"{path}.zero_stage", f"{path}.replicate")
             problems.setdefault(path, Problem(item["msg"], shown, f"set {path}.replicate: 2 or more", depends))
         elif item["type"] == WRONG_PART:
-            said, what = item["ctx"], f"{path} cannot be used: {item['msg']}"
+            said, what = item.get("ctx", {}), f"{path} cannot be used: {item['msg']}"
             problems.setdefault(path, Problem(what, f"{path}: {said['found']}", said["fix"].format(path=path), (path,)))
         elif item["type"] != "extra_forbidden":  # find_unknown_keys says it with the nearest name
             problems.setdefault(path, _wrong_value(path, _find_value(path, settings, item["input"]), root=root))

@@ -73,6 +73,7 @@ COLUMNS += ("tools", "system", "input", "history")
 
 
 _SOURCES = Takes("a path, a mapping {path, weight, split, subset}, or a list of these")
+_RENAMED = Takes("a mapping of names, such as {prompt: question, completion: answer}")
 _HELD_OUT = Takes("a share above 0 and below 1, a path, a mapping {path, split, subset}, or a list of these")
 
 
@@ -82,11 +83,11 @@ class DataConfig(Section):
     train: Annotated[Text | SourceConfig | SomeSources, BeforeValidator(check_sources), _SOURCES] = Field(
         default="data/train.jsonl",
         description="Training data: a file (JSONL, a JSON array, Parquet, CSV, TSV, Arrow, or plain text, which is one "
-        "record a file; each also as .gz or .zst), a folder of them, a folder that datasets saved, a hub id "
-        "({path, subset, split} where it has several), or a list of these. A list of {path, weight} mixes its sources "
-        "by rows: an epoch has as many rows as all sources together, of which each source gives its weight's share, "
-        "from its own shuffled rows in turn (some twice where it is short, some only in a later epoch where it is "
-        "long).",
+        "record a file; each also as .gz or .zst), a folder of them (of one split), a folder that datasets saved, a "
+        "hub id ({path, subset, split} where it has several), or a list of these. A list of {path, weight} mixes its "
+        "sources by rows: an epoch has as many rows as all sources together, of which each source gives its weight's "
+        "share, from its own shuffled rows in turn (some twice where it is short, some only in a later epoch where it "
+        "is long).",
     )
     eval: Annotated[
         Text | SourceConfig | SomeSources | Annotated[float, Field(gt=0, lt=1)] | None,
@@ -106,7 +107,7 @@ class DataConfig(Section):
         "JSON text, as in a CSV file; the sharegpt key is conversations; alpaca becomes a question and an answer of a "
         "chat.",
     )
-    columns: dict[str, Text] = Field(
+    columns: Annotated[dict[str, Text], _RENAMED] = Field(
         default={},
         description="Renames what the files call differently: expected name to the files' name, such as "
         "{prompt: question, completion: answer}.",

@@ -4,6 +4,7 @@ Which part of the text is an assistant turn comes from the template's own genera
 conversation up to each turn and checking that the text so far is a prefix of the whole.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -66,11 +67,18 @@ def read_chat_template(path: str | Path | None, *, tokenizer: "PreTrainedTokeniz
     if path is None:
         return _own_template(tokenizer)
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
+        text = Path(path).expanduser().read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             "data.chat_template cannot be read", values=f"{path}: {error}", fix="give the path of a Jinja file in UTF-8"
         ) from error
+    try:
+        inside = json.loads(text)
+    except ValueError:
+        return text
+    # chat_template.json and tokenizer_config.json, in which models publish it
+    found = inside.get("chat_template") if isinstance(inside, dict) else None
+    return found if isinstance(found, str) else text
 
 
 def _own_template(tokenizer: "PreTrainedTokenizerBase") -> str | None:
@@ -102,6 +110,12 @@ def build_chat_template(source: str, *, tokenizer: "PreTrainedTokenizerBase", sa
         ) from error
     except RecordError:  # a template that wants another order; the records themselves will tell
         return bare
+    if not any(word.lower() in text.lower() for word in (_QUESTION, _PROBE)):
+        raise DataError(
+            "the chat template writes nothing of a conversation",
+            values=f"for a question and an answer it gives {text[:80]!r}",
+            fix="give a file with the Jinja template itself in data.chat_template, not a JSON file that holds one",
+        )
     end = control.pattern.search(text, text.rfind(_PROBE) + len(_PROBE)) if _PROBE in text else None
     turn_end = end.group() if end else None
     marked = [text[start:stop] for start, stop in spans]
@@ -342,6 +356,14 @@ def _render(
         )
     except jinja2.TemplateSyntaxError:
         raise
-    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+    except (
+        jinja2.TemplateError,
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         raise RecordError("template error", f"the chat template refuses this conversation: {error}") from error
     return texts[0], [(int(start), int(end)) for start, end in spans[0]] if markers else []

@@ -311,6 +311,7 @@ def _called(value: Any, at: str) -> dict[str, Any]:
 
 
 def _tool_calls(value: Any, at: str) -> list[dict[str, Any]]:
+    value = _parsed(value, at)
     if not isinstance(value, list):
         raise RecordError("wrong type", f"{at} must be a list of calls, not {_shown(value)}")
     calls = []

@@ -266,7 +266,8 @@ def _csv_header(path: Path, *, delimiters: str) -> tuple[list[str], str, Mark]:
         with closing(_lines(path, start=START)) as lines:
             text = _Text(lines)
             try:
-                header = [name.strip() for name in next(csv.reader(text, delimiter=delimiter, strict=True), [])]
+                rows = csv.reader(text, delimiter=delimiter, strict=True)
+                header = [name.strip() for name in next((row for row in rows if "".join(row).strip()), [])]
             except csv.Error as error:
                 reason = reason or str(error)
                 continue

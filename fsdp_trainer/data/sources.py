@@ -33,6 +33,9 @@ from fsdp_trainer.data.readers import (
 )
 from fsdp_trainer.errors import DataError
 
+_SPLIT_NAME = re.compile(
+    r"(?:^|[-_. /])(train|training|test|testing|validation|valid|val|dev|eval|evaluation)(?=[-_. /0-9])", re.IGNORECASE
+)
 _BESIDE_DATA = {"dataset_info.json", "dataset_infos.json"}
 Named = str | Path | SourceConfig | Sequence[str | SourceConfig]  # what data.train and data.eval may be
 
@@ -195,7 +198,25 @@ def _folder_files(folder: Path) -> tuple[Path, ...]:
             values=f"{folder} holds {names}",
             fix="put .jsonl, .json, .parquet, .csv, .tsv, .txt or .arrow files in it (also as .gz or .zst)",
         )
+    _refuse_mixed_splits(folder, files)
     return files
+
+
+def _refuse_mixed_splits(folder: Path, files: Sequence[Path]) -> None:
+    """Refuse a folder with files for training and for testing, by the words that `datasets` looks for in names.
+
+    All of it would be trained on, and an evaluation on the rest say nothing.
+    """
+    found: dict[str, Path] = {}
+    for path in files:
+        if (match := _SPLIT_NAME.search(path.relative_to(folder).as_posix())) is not None:
+            found.setdefault(match.group(1).lower(), path)
+    if any(name.startswith("train") for name in found) and not all(name.startswith("train") for name in found):
+        raise DataError(
+            "the folder holds files of several splits",
+            values=f"{folder}: {', '.join(path.name for path in found.values())}",
+            fix="name the files or folders to train on, as a list, and those to evaluate on in data.eval",
+        )
 
 
 def _files_below(folder: Path, *, above: frozenset[Path]) -> Iterator[Path]:

@@ -1,5 +1,7 @@
 """What is supervised: every handed file and template as its README says, shown as text with ⟦targets⟧ marked."""
 
+import json
+
 import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -380,3 +382,28 @@ def test_a_tokenizer_with_several_templates_and_no_default_is_refused(prepared, 
         prepared(jsonl(TURNS), tokenizer=tokenizer)
     tokenizer.chat_template = {"default": CHATML, "tool_use": CHATML}
     assert prepared(jsonl(TURNS), tokenizer=tokenizer)[0].n_documents == 1
+
+
+def test_a_template_file_may_start_with_a_byte_order_mark(prepared, shown, jsonl, tmp_path):
+    (tmp_path / "bom.jinja").write_bytes(b"\xef\xbb\xbf" + CHATML.encode())
+    rows, _ = prepared(jsonl(TURNS), chat_template=tmp_path / "bom.jinja")
+    assert shown(rows)[0].startswith("<|im_start|>user")
+
+
+def test_a_template_may_stand_in_the_json_that_models_publish_it_in(prepared, shown, jsonl, tmp_path):
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": CHATML}))
+    rows, _ = prepared(jsonl(TURNS), chat_template=tmp_path / "chat_template.json")
+    assert shown(rows) == shown(prepared(jsonl(TURNS))[0])
+
+
+@pytest.mark.parametrize("text", [" ", "hello", '{"model_type": "llama"}'])
+def test_a_template_that_writes_nothing_of_a_conversation_is_refused(prepared, jsonl, tmp_path, text: str):
+    (tmp_path / "template").write_text(text)
+    with pytest.raises(DataError, match="writes nothing of a conversation"):
+        prepared(jsonl(TURNS), chat_template=tmp_path / "template")
+
+
+def test_a_template_without_end_names_the_line(prepared, jsonl):
+    template = "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}" + BARE
+    with pytest.raises(DataError, match=r"records\.jsonl:1: the chat template refuses this conversation: maximum"):
+        prepared(jsonl(TURNS), tokenizer=build_tokenizer(template=template))

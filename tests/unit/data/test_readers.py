@@ -223,6 +223,13 @@ def test_the_delimiter_of_a_csv_file_is_that_of_its_header(tmp_path: Path, delim
     assert list(read_records(tmp_path / "a.csv", start=record.after)) == []
 
 
+def test_blank_lines_before_a_csv_header_are_none(tmp_path: Path):
+    for record in read_text(tmp_path / "a.csv", "\n  \nprompt,completion\nq,a\n"):
+        assert record.value == {"prompt": "q", "completion": "a"}
+        assert record.where.endswith("a.csv:4")
+    assert len(list(read_records(tmp_path / "a.csv"))) == 1
+
+
 def test_a_csv_file_of_one_column_has_no_delimiter(tmp_path: Path):
     records = read_text(tmp_path / "a.csv", "text\none; two\n")
     assert [record.value for record in records] == [{"text": "one; two"}]

@@ -591,3 +591,38 @@ def test_two_system_messages_are_refused_and_one_twice_is_one(jsonl):
     _, bad = read(jsonl({"system": "other", "messages": turns}))
     assert "two system messages" in bad[0].what
     assert chat_of(jsonl, {"tools": "null", "messages": turns}).tools == ()
+
+
+@pytest.mark.parametrize(
+    ("names", "refused"),
+    [
+        (("train.jsonl", "test.jsonl"), True),
+        (("train-00000-of-00001.parquet", "validation-00000-of-00001.parquet"), True),
+        (("train/a.jsonl", "dev/a.jsonl"), True),
+        (("my_train.jsonl", "my_eval.jsonl.gz"), True),
+        (("Training.csv", "Val.csv"), True),
+        (("train-0.jsonl", "train-1.jsonl", "training.jsonl"), False),
+        (("test.jsonl", "latest.jsonl"), False),  # what is named for testing alone is what is meant
+        (("trainer.jsonl", "contest.jsonl", "devices.jsonl", "train.jsonl"), False),
+    ],
+    ids=str,
+)
+def test_a_folder_of_several_splits_is_refused(tmp_path: Path, names: tuple[str, ...], refused: bool):
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "a"}')
+    if refused:
+        with pytest.raises(DataError, match="several splits"):
+            resolve_paths(str(tmp_path))
+    assert len(resolve_paths([str(tmp_path / name) for name in names])) == len(names)
+    if not refused:
+        assert len(resolve_paths(str(tmp_path))) == len(names)
+
+
+def test_tool_calls_may_stand_as_json_text(jsonl):
+    calls = [{"name": "f", "arguments": {"x": 1}}]
+    one, two = (
+        chat_of(jsonl, {"messages": [{"role": "assistant", "tool_calls": written}]})
+        for written in (calls, json.dumps(calls))
+    )
+    assert one == two
