@@ -3,6 +3,8 @@
 Best-fit decreasing, with all documents of one length and all rows of one free space handled at once.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from fsdp_trainer.data.rows import Rows
@@ -49,19 +51,33 @@ def pack_documents(lengths: np.ndarray, *, seq_len: int) -> np.ndarray:
 
 
 def arrange_documents(
-    tokens: np.ndarray, supervised: np.ndarray, lengths: np.ndarray, *, seq_len: int, packing: bool
+    tokens: Sequence[np.ndarray],
+    supervised: Sequence[np.ndarray],
+    lengths: Sequence[np.ndarray],
+    *,
+    seq_len: int,
+    packing: bool,
 ) -> Rows:
-    """Put documents that lie back to back into rows, packed or one each; tokens and mask move together."""
-    row_of = pack_documents(lengths, seq_len=seq_len) if packing else np.arange(len(lengths))
+    """Put documents into rows, packed or one each; tokens and mask move together.
+
+    They come in blocks, back to back in each, with their lengths, and are copied once: straight to their rows.
+    """
+    sizes = np.concatenate(lengths)
+    row_of = pack_documents(sizes, seq_len=seq_len) if packing else np.arange(len(sizes))
     order = np.argsort(row_of, kind="stable")
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    spans = [slice(starts[index], starts[index + 1]) for index in order]
     return Rows(
-        tokens=np.concatenate([tokens[span] for span in spans]),
-        supervised=np.concatenate([supervised[span] for span in spans]),
-        document_starts=np.concatenate([[0], np.cumsum(lengths[order])]),
+        tokens=_in_order(tokens, lengths, order=order),
+        supervised=_in_order(supervised, lengths, order=order),
+        document_starts=np.concatenate([[0], np.cumsum(sizes[order])]),
         row_documents=np.concatenate([[0], np.cumsum(np.bincount(row_of))]),
     )
+
+
+def _in_order(blocks: Sequence[np.ndarray], lengths: Sequence[np.ndarray], *, order: np.ndarray) -> np.ndarray:
+    documents: list[np.ndarray] = []
+    for block, sizes in zip(blocks, lengths, strict=True):
+        documents += np.split(block, np.cumsum(sizes)[:-1]) if len(sizes) else []
+    return np.concatenate([documents[index] for index in order])
 
 
 def _runs(descending: np.ndarray) -> tuple[list[int], list[int]]:

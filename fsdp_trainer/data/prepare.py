@@ -6,14 +6,14 @@ One process builds; every process maps the same files.
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import xxhash
 
 from fsdp_trainer.config import DataConfig
@@ -161,11 +161,12 @@ def build_rows(
             examples = _on_side(examples, split, held_out=held_out)
         if compares_with_training(data, split=split):
             examples = _noted(examples, digests)
-        for part in encode_all(examples, encoder=encoder, workers=data.workers):
-            if part.bad and data.on_bad_record == "error":
-                raise part.bad[0].error()
-            parts.append(part)
-            on_records(part.records)
+        with closing(encode_all(examples, encoder=encoder, workers=data.workers)) as encoding:
+            for part in encoding:
+                if part.bad and data.on_bad_record == "error":
+                    raise part.bad[0].error()
+                parts.append(part)
+                on_records(part.records)
         if split == "train" and not _has_documents(parts):
             raise nothing_left(one.files, parts=parts, split=split)
     together = list(chain(*encoded))
@@ -206,7 +207,9 @@ def _with_weights(rows: Rows, *, sources: Sequence[Source]) -> Rows:
     return replace(rows, weights=weights)
 
 
-def encode_all(examples: Iterator[Example | BadRecord], *, encoder: Encoder, workers: int) -> Iterator[Encoded]:
+def encode_all(
+    examples: Iterator[Example | BadRecord], *, encoder: Encoder, workers: int
+) -> Generator[Encoded, None, None]:
     """Encode records in order, in worker processes where there are many of both, else in threads."""
     workers_pay = workers >= (_WORKERS_PAY_FROM if encoder.tokenizer.is_rust else 1)
     first = list(islice(examples, _WORKERS_PAY_FROM_RECORDS)) if workers_pay else []
@@ -272,9 +275,9 @@ def _held_out_digests(examples: Iterable[Example | BadRecord], *, share: float, 
 def arrange(parts: Sequence[Encoded], *, seq_len: int, packing: bool) -> Rows:
     """Join the documents of all parts (at least one document) and put them into rows."""
     return arrange_documents(
-        np.concatenate([part.tokens for part in parts]),
-        np.concatenate([part.supervised for part in parts]),
-        np.concatenate([part.lengths for part in parts]),
+        [part.tokens for part in parts],
+        [part.supervised for part in parts],
+        [part.lengths for part in parts],
         seq_len=seq_len,
         packing=packing,
     )

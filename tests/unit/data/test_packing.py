@@ -78,13 +78,15 @@ def masked_documents(draw) -> tuple[list[np.ndarray], list[np.ndarray]]:
     return [np.arange(start, start + n, dtype=np.int32) for start, n in zip(starts, lengths, strict=False)], masks
 
 
-@given(masked_documents(), st.integers(60, 90), st.booleans())
-def test_rows_hold_each_token_once_with_its_own_mask(case, seq_len: int, packing: bool):
+@given(masked_documents(), st.integers(60, 90), st.booleans(), st.integers(0, 25))
+def test_rows_hold_each_token_once_with_its_own_mask(case, seq_len: int, packing: bool, border: int):
     documents, masks = case
+    blocks = [slice(border), slice(border, border), slice(border, None)]  # the middle one holds none
+    nothing = np.empty(0, np.int32)
     rows = arrange_documents(
-        np.concatenate(documents),
-        np.concatenate(masks),
-        np.array([len(document) for document in documents]),
+        [np.concatenate([nothing, *documents[block]]) for block in blocks],
+        [np.concatenate([nothing.astype(bool), *masks[block]]) for block in blocks],
+        [np.array([len(document) for document in documents[block]], dtype=np.int64) for block in blocks],
         seq_len=seq_len,
         packing=packing,
     )
