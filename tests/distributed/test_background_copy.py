@@ -30,6 +30,11 @@ class LateMemory(dict[str, Any]):
         return super().get(name, default)
 
 
+def written_parts(state: dict[str, Any]) -> Bytes:
+    """Return what a checkpoint says of its parts; not of .metadata, which has a number of its own for each save."""
+    return {name: file for name, file in state["files"].items() if name.endswith(".distcp")}
+
+
 def count_forwards(model: Any, *_: Any) -> None:
     model.seen.add_(1.0)
 
@@ -62,14 +67,10 @@ def step_at_once(config: dict[str, Any]) -> tuple[Bytes, Bytes, list[str], bool]
     hook.remove()
     moved = runs.local_digests(run)
     assert all(moved[name] != digest for name, digest in before.items() if name.startswith(("model.", "optim.")))
-    # Not .metadata, which has a number of its own for each save.
-    files = [
-        {name: file for name, file in read_state(folder)["files"].items() if name.endswith(".distcp")} if folder else {}
-        for folder in (as_was, path)
-    ]
+    foreground_bytes, background_bytes = (written_parts(read_state(folder)) for folder in (as_was or path, path))
     runs.load(run, path)
     hooks: Any = run.optimizer._optimizer_step_pre_hooks
-    return *files, runs.differing(before, runs.local_digests(run)), not hooks
+    return foreground_bytes, background_bytes, runs.differing(before, runs.local_digests(run)), not hooks
 
 
 @pytest.mark.parametrize(
