@@ -5,6 +5,7 @@ conversation up to each turn and checking that the text so far is a prefix of th
 """
 
 import json
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _QUESTION, _PROBE = "ASKED", "PROBE"
+# One thread at a time: Transformers kept the marked spans on the compiled template, which threads share, before it put
+# them into a context variable (5.24 has that). Nothing is lost: rendering is Python, which threads do not make faster.
+_RENDERING = threading.Lock()
 
 # What is worth counting about records that are trained on; a report says what each means.
 TYPED_CONTROL = "control tokens in messages"
@@ -346,14 +350,15 @@ def _render(
     try:
         # The function that apply_chat_template calls (transformers 5.17 to 5.24). Called directly because it gives the
         # spans in characters: one way of finding tokens then serves every format.
-        texts, spans = render_jinja_template(
-            [list(messages)],
-            chat_template=template.source,
-            add_generation_prompt=ask,
-            return_assistant_tokens_mask=markers,
-            tools=list(tools) or None,  # templates ask whether there are any with `is none`
-            **template.variables,
-        )
+        with _RENDERING:
+            texts, spans = render_jinja_template(
+                [list(messages)],
+                chat_template=template.source,
+                add_generation_prompt=ask,
+                return_assistant_tokens_mask=markers,
+                tools=list(tools) or None,  # templates ask whether there are any with `is none`
+                **template.variables,
+            )
     except jinja2.TemplateSyntaxError:
         raise
     except (

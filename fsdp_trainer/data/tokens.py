@@ -6,6 +6,7 @@ text here: nobody can end a turn or open another by writing its marker.
 
 import re
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
@@ -104,7 +105,8 @@ class TextTokenizer:
 
     def decode(self, ids: np.ndarray) -> str:
         """Return the text of ids, special tokens included."""
-        return str(self.backend.decode(ids.tolist(), skip_special_tokens=False))
+        with nullcontext() if self.is_rust else _ONE_AT_A_TIME:
+            return str(self.backend.decode(ids.tolist(), skip_special_tokens=False))
 
     @cached_property
     def _of_plain_text(self) -> Tokenizer:
