@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fsdp_trainer.config import Config
-    from fsdp_trainer.memory.simulate import simulate
+    from fsdp_trainer.memory.simulation_process import simulate
     from fsdp_trainer.training import finetune
 
 __version__ = "0.1.0"
@@ -17,7 +17,7 @@ __all__ = ["Config", "__version__", "finetune", "simulate"]
 _HOMES = {
     "Config": "fsdp_trainer.config",
     "finetune": "fsdp_trainer.training",
-    "simulate": "fsdp_trainer.memory.simulate",
+    "simulate": "fsdp_trainer.memory.simulation_process",
 }
 
 

@@ -136,8 +136,10 @@ def simulated_runtime(
 ) -> Iterator[Runtime]:
     """Yield a `Runtime` for one rank of `world_size` pretended accelerators; leaves no process group or state behind.
 
-    `capability` is the CUDA compute capability that the accelerators pretend to have. `device` cpu gives what a gloo rank would do instead, to compare with real ones. Needs a process without a process
-    group or Accelerator of its own. The device name stays registered with torch for the life of the process.
+    `capability` is the CUDA compute capability that the accelerators pretend to have. `device` cpu gives what a gloo
+    rank would do instead, to compare with real ones. Needs a process without a process group or Accelerator of its own,
+    and one that has run no backward: autograd knows no kind of device that is registered after its first (torch 2.14,
+    engine.cpp). The device name stays registered with torch for the life of the process.
     """
     if dist.is_initialized() or PartialState._shared_state:
         raise AssertionError("a simulated runtime needs a process in which no run is active")

@@ -274,7 +274,7 @@ def _window(config: Mapping[str, Any], rules: Family) -> int | None:
     if rules.windows == "asked" and not config.get("use_sliding_window"):
         return None
     default = _WINDOWS.get(str(config.get("model_type"))) if rules.windows != "none" else None
-    found = config["sliding_window"] if "sliding_window" in config else default
+    found = config.get("sliding_window", default)  # null means none
     return int(found) if found and rules.windows != "none" else None
 
 
@@ -348,6 +348,26 @@ def count_parameters(shape: ModelShape) -> int:
     return (
         sum(count_layers(shape)) + table * (1 if shape.tied else 2) + count_final_norm(shape) + count_positions(shape)
     )
+
+
+def matrices(shape: ModelShape) -> list[tuple[int, int]]:
+    """Return (rows, columns) of every parameter that is a matrix or more; stacked experts count as rows of theirs."""
+    h, rules = shape.hidden, shape.rules
+    q, kv = shape.query_size, shape.kv_size
+    attention = [(q + 2 * kv, h)] if rules.fused_qkv else [(q, h), (kv, h), (kv, h)]
+
+    def mlp(ffn: int) -> list[tuple[int, int]]:
+        inward = [(2 * ffn, h)] if shape.family == "phi3" else [(ffn, h)] * (2 if rules.gated else 1)
+        return [*inward, (h, ffn)]
+
+    found = [(shape.vocab, h)] * (1 if shape.tied else 2) + [(shape.position_rows, h)] * (shape.position_rows > 0)
+    dense = [*attention, (h, q), *mlp(shape.ffn)]
+    found += dense * (shape.layers if shape.experts is None else shape.dense_layers)
+    if (experts := shape.experts) is not None:
+        routed = [(experts.count, 2 * experts.ffn * h), (experts.count, h * experts.ffn), (experts.count, h)]
+        shared = mlp(experts.shared_ffn) if experts.shared_ffn else []
+        found += [*attention, (h, q), *routed, *shared] * (shape.layers - shape.dense_layers)
+    return found
 
 
 def count_final_norm(shape: ModelShape) -> int:

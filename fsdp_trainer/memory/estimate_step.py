@@ -34,8 +34,8 @@ Timeline = list[tuple[int, str, dict[str, int]]]
 class StepSettings:
     """What a step's memory depends on besides the model; the words are those of the settings file.
 
-    `attention` is the kernel of layers without a mask, `masked_attention` that of the `masked_layers`, which take one of `masks` tables of `mask_rows` x
-    seq_len x seq_len (a row each where documents are packed), which are made once a forward; see [Note: masks].
+    `attention` is the kernel of layers without a mask, `masked_attention` that of the `masked_layers`. Those take one
+    of `masks` tables of `mask_rows` x seq_len x seq_len (a row each where documents are packed), see [Note: masks].
     """
 
     ranks: int

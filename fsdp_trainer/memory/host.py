@@ -1,10 +1,12 @@
-"""Host memory of one node, phase by phase, in closed form: what processes, loading, offloading, saving and data take.
+"""Host memory phase by phase, of one process or of a node: what processes, loading, offloading, saving and data take.
 
-Sizes follow this package's own reading and writing (weight_files.py, checkpoint.py, export.py, data/workers.py). No
-torch here.
+Sizes follow this package's own reading and writing (weight_files.py, checkpoint.py, export.py, data/workers.py). The
+closed form and the full simulation give their own sizes to the one rule here. No torch.
 """
 
 from dataclasses import dataclass
+
+from fsdp_trainer.memory.estimate_model import ModelShape, count_parameters, matrices
 
 MIB, GIB = 2**20, 2**30
 # Resident size of a process that tokenises, measured on Linux with Transformers 5.24.
@@ -14,9 +16,20 @@ LOADING_BYTES = 64 * MIB + 128 * MIB
 EXPORTED_FILE_BYTES = 5 * 10**9  # export.py: one file's tensors are held at once, by rank 0
 
 
+def pinned_bytes(size: int) -> int:
+    """Return what torch takes to pin `size` bytes: the next power of two, and freed blocks are kept for the next.
+
+    ATen/core/CachingHostAllocator.h, `allocate`: PowerOf2Ceil up to pinned_max_round_threshold, which is unlimited by
+    default (c10/core/AllocatorConfig.h). So are the offloaded weights, which FSDP2 pins, and their gradients, which it
+    copies without blocking (_fsdp_param.py, _fsdp_collectives.py). The copy that a background save keeps is not: its
+    pages are registered where they are (torch/distributed/checkpoint/_state_dict_stager.py).
+    """
+    return 1 << (size - 1).bit_length() if size else 0
+
+
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes of one node by phase; the first node's, which rank 0 makes the fullest."""
+    """Bytes by phase, of one process or a node; the first, which rank 0 makes the fullest."""
 
     prepare: int
     load: int
@@ -30,41 +43,76 @@ class HostMemory:
         return max(self.prepare, self.load, self.train, self.save, self.export)
 
 
-def estimate_host(
-    parameters: int,
+@dataclass(frozen=True)
+class ProcessParts:
+    """What one training process holds on the host, in bytes.
+
+    process: with everything imported. loading: while weights are read or drawn. masters: offloaded weights as loaded.
+    resident: the most of offloaded weights, gradients and optimizer state while training, pinned blocks as torch rounds
+    them. staged: the copy that a save makes, kept from the first one on where `keeps_staged`. exported: one file.
+    """
+
+    process: int
+    loading: int
+    masters: int
+    resident: int
+    staged: int
+    keeps_staged: bool
+    exported: int
+
+
+def host_memory(parts: ProcessParts, *, processes: int = 1, data_workers: int = 0) -> HostMemory:
+    """Return what `processes` on one machine take; rank 0 alone holds the exported file, after the staged copy."""
+    kept = parts.staged if parts.keeps_staged else 0
+    return HostMemory(
+        prepare=processes * parts.process + data_workers * WORKER_BYTES,
+        load=processes * (parts.process + parts.loading + parts.masters),
+        train=processes * (parts.process + parts.resident + kept),
+        save=processes * (parts.process + parts.resident + parts.staged),
+        export=processes * (parts.process + parts.resident) + parts.exported,
+    )
+
+
+def loading_bytes(parameters: int, *, random_init: bool) -> int:
+    """Return what reading takes, or drawing: `random_init` builds the whole model in fp32 in every process."""
+    return 4 * parameters if random_init else LOADING_BYTES
+
+
+def estimate_process(
+    shape: ModelShape,
     *,
     process_bytes: int,
-    gpus_per_node: int,
     shards: int,
     offload_params: bool = False,
     random_init: bool = False,
     async_save: bool = True,
-    data_workers: int = 2,
     exports: bool = True,
     export_bytes: int = 2,
     optimizer_bytes: float = 8.0,
-    largest_tensor: int = 0,
-) -> HostMemory:
-    """Return what a node's RAM must hold; `shards` is the number of ranks one copy of the weights is spread over.
+) -> ProcessParts:
+    """Return the parts in closed form; `shards` is the number of ranks one copy of the weights is spread over.
 
-    `process_bytes` is what one process takes with everything imported (overheads.csv, without the driver's part).
-    With `offload_params` weights, gradients (both pinned) and optimizer state stand on the host. An asynchronous save
-    keeps one pinned copy of weights and state from its first time on; a synchronous one copies a tensor at a time.
-    `random_init` builds the whole model in fp32 in every process, for tests.
+    With `offload_params` weights and gradients (both pinned) and optimizer state stand on the host.
     """
-    processes = gpus_per_node * process_bytes
-    weights = 4 * parameters // shards
+    parameters = count_parameters(shape)
+    masters = 4 * parameters // shards
     state = round(optimizer_bytes * parameters) // shards
-    offloaded = gpus_per_node * (2 * weights + state) if offload_params else 0
-    loading = 4 * parameters if random_init else LOADING_BYTES
-    loaded = gpus_per_node * (loading + (weights if offload_params else 0))
-    saved = gpus_per_node * (weights + state) if async_save else gpus_per_node * 4 * largest_tensor // shards
-    resident = saved if async_save else 0
-    export = min(EXPORTED_FILE_BYTES, export_bytes * parameters) if exports else 0
-    return HostMemory(
-        prepare=processes + data_workers * WORKER_BYTES,
-        load=processes + loaded,
-        train=processes + offloaded + resident,
-        save=processes + offloaded + saved,
-        export=processes + offloaded + resident + export,
+    resident = 2 * pinned_shards(shape, shards=shards) + state if offload_params else 0
+    return ProcessParts(
+        process=process_bytes,
+        loading=loading_bytes(parameters, random_init=random_init),
+        masters=pinned_shards(shape, shards=shards) if offload_params else 0,
+        resident=resident,
+        staged=masters + state if async_save else 4 * shape.vocab * shape.hidden // shards,
+        keeps_staged=async_save,
+        exported=min(EXPORTED_FILE_BYTES, export_bytes * parameters) if exports else 0,
     )
+
+
+def pinned_shards(shape: ModelShape, *, shards: int) -> int:
+    """Return the bytes that a rank's fp32 shards take pinned; of what is no matrix, as it is."""
+    found, rest = 0, count_parameters(shape)
+    for rows, columns in matrices(shape):
+        found += pinned_bytes(4 * -(-rows // shards) * columns)
+        rest -= rows * columns
+    return found + 4 * rest // shards

@@ -3,8 +3,8 @@
 The kinds are those of torch's MemTracker, with what FSDP gathers and sends apart.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 PHASES: tuple[str, ...] = ("load", "forward", "backward", "clip", "step", "evaluate", "save")
@@ -58,6 +58,14 @@ class Ledger:
     allocations: tuple[Allocation, ...]
     events: tuple[Event, ...]
     visits: tuple[str, ...]
+
+    def rounded(self, categories: Iterable[str], size_of: Callable[[int], int]) -> "Ledger":
+        """Return the ledger with `size_of` each allocation of these categories in place of its size."""
+        found = tuple(
+            replace(a, size=size_of(a.size)) if self.category(a) in categories else a for a in self.allocations
+        )
+        events = tuple((i, found[i].size if size > 0 else -found[i].size, visit) for i, size, visit in self.events)
+        return Ledger(found, events, self.visits)
 
     @cached_property
     def phases(self) -> dict[str, int]:

@@ -3,7 +3,7 @@
 What has no closed form is null: what the allocator reserves, the smallest capacity it survives in, and time.
 """
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from fsdp_trainer.config import Config
@@ -12,7 +12,7 @@ from fsdp_trainer.memory.estimate import GIB, RECIPES
 from fsdp_trainer.memory.estimate_model import Attention, ModelShape, count_parameters, read_model_shape
 from fsdp_trainer.memory.estimate_step import StepSettings, Timeline, estimate_step, find_peak, phase_peaks
 from fsdp_trainer.memory.hardware import Hardware, read_overheads
-from fsdp_trainer.memory.host import HostMemory, estimate_host
+from fsdp_trainer.memory.host import ProcessParts, estimate_process, host_memory
 from fsdp_trainer.memory.ledger import PHASES
 from fsdp_trainer.units import format_bytes, format_count
 
@@ -35,13 +35,14 @@ def simulate_quick(config: Config, hardware: Hardware) -> dict[str, Any]:
     _, phase, alive = find_peak(timeline)
     allocated, peaks = sum(alive.values()), phase_peaks(timeline)
     limit = hardware.usable_bytes - hardware.outside_bytes
-    host = _host(config, hardware, shape, settings)
+    parts = _process(config, hardware, shape, settings)
+    node = host_memory(parts, processes=hardware.gpus_per_node, data_workers=config.data.workers)
     fits = False if allocated > limit else True if allocated * ALLOCATOR_MARGIN <= limit else None
     return {
         "allocated_gib": _gib(allocated),
         "reserved_gib": None,
         "min_capacity_gib": None,
-        "host_gib": _gib(_host(config, replace(hardware, gpus_per_node=1), shape, settings).peak),
+        "host_gib": _gib(host_memory(parts).peak),
         "phases": {name: _gib(peaks[name]) if name in peaks else None for name in PHASES},
         "breakdown": {name: _gib(size) for name, size in alive.items()},
         "step_seconds": None,
@@ -53,7 +54,7 @@ def simulate_quick(config: Config, hardware: Hardware) -> dict[str, Any]:
         "gpus": str(hardware),
         "parameters": count_parameters(shape),
         "peak_phase": phase,
-        "host_node_gib": {name: _gib(size) for name, size in asdict(host).items()},
+        "host_node_gib": {name: _gib(size) for name, size in asdict(node).items()},
     }
 
 
@@ -132,19 +133,16 @@ def _read(config: Config, hardware: Hardware) -> tuple[ModelShape, StepSettings]
     return shape, step_settings(config, shape, ranks=hardware.count, capability=hardware.capability)
 
 
-def _host(config: Config, hardware: Hardware, shape: ModelShape, settings: StepSettings) -> HostMemory:
-    return estimate_host(
-        count_parameters(shape),
+def _process(config: Config, hardware: Hardware, shape: ModelShape, settings: StepSettings) -> ProcessParts:
+    return estimate_process(
+        shape,
         process_bytes=read_overheads(hardware.capability)["process"],
-        gpus_per_node=hardware.gpus_per_node,
         shards=settings.shards,
         offload_params=settings.offload_params,
         random_init=config.model.init == "random",
         async_save=config.checkpoint.async_save,
-        data_workers=config.data.workers,
         exports=config.export.at_end,
         export_bytes=settings.export_bytes,
-        largest_tensor=shape.vocab * shape.hidden,
     )
 
 

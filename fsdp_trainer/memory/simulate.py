@@ -7,6 +7,7 @@ from fsdp_trainer.config import Config
 from fsdp_trainer.memory.allocator import Replay, replay, smallest_capacity
 from fsdp_trainer.memory.cuda_kernels import find_overheads
 from fsdp_trainer.memory.hardware import Hardware
+from fsdp_trainer.memory.host import ProcessParts, host_memory, loading_bytes
 from fsdp_trainer.memory.ledger import Ledger
 from fsdp_trainer.memory.roofline import predict_seconds
 from fsdp_trainer.memory.simulation import Simulation, capability_of, check_known, check_precision
@@ -18,8 +19,8 @@ def simulate(config: Config, hardware: Hardware, *, expandable_segments: bool = 
 
     `expandable_segments` replays torch's allocator with PYTORCH_ALLOC_CONF=expandable_segments:True. Rows are full and
     every token is supervised, which is the most a window can take. Raises ConfigError for a model that cannot be
-    trained, and for a technique whose memory is not known here. Call it in a process of its own: no run may be active,
-    and torch's autograd knows no kind of device that is registered after its first backward (2.14, engine.cpp).
+    trained, and for a technique whose memory is not known here. No run may be active in this process, and no backward
+    may have run: `fsdp_trainer.simulate` (simulation_process.py) does this in a process of its own.
     """
     check_known(config)
     check_precision(config.precision, hardware)
@@ -41,7 +42,7 @@ def summarize(trace: Trace, config: Config, hardware: Hardware, *, expandable_se
         allocated=trace.device.peak[0],
         reserved=unlimited.reserved,
         min_capacity=_least(events, unlimited, expandable=expandable_segments),
-        host=overheads.process + max(trace.host.peak[0], trace.host.phases["load"] + trace.initialization),
+        host=host_memory(_host_parts(trace, config, process=overheads.process)).peak,
         limit=hardware.usable_bytes - overheads.outside(hardware.count),
         phases=trace.device.phases,
         breakdown=trace.device.breakdown(),
@@ -49,6 +50,21 @@ def summarize(trace: Trace, config: Config, hardware: Hardware, *, expandable_se
         tokens_per_second_per_gpu=tokens / seconds / hardware.count if seconds else None,
         config=config.to_dict(),
         ledger=trace.device,
+    )
+
+
+def _host_parts(trace: Trace, config: Config, *, process: int) -> ProcessParts:
+    training = [
+        trace.host.phases.get(phase, 0) for phase in ("load", "forward", "backward", "clip", "step", "evaluate")
+    ]
+    return ProcessParts(
+        process=process,
+        loading=loading_bytes(trace.parameters, random_init=config.model.init == "random"),
+        masters=trace.host.phases["load"],
+        resident=max(training),
+        staged=trace.staged,
+        keeps_staged=config.checkpoint.async_save,
+        exported=trace.exported,
     )
 
 

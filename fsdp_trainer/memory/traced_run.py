@@ -25,6 +25,7 @@ from fsdp_trainer.export import (
     resolve_dtype,
 )
 from fsdp_trainer.memory.cuda_kernels import cuda_attention, find_overheads, keep_operations_fused
+from fsdp_trainer.memory.host import pinned_bytes
 from fsdp_trainer.memory.ledger import Ledger
 from fsdp_trainer.memory.trace import MemoryTrace
 from fsdp_trainer.memory.work import Work
@@ -41,13 +42,16 @@ MOST_MICRO_BATCHES = 3
 class Trace:
     """What one rank held on the device and the host, and the work of a whole optimizer step (None on CPU).
 
-    `initialization` is what drawing new weights takes on the host meanwhile, which happens outside the trace.
+    `staged` and `exported` are what a save copies to the host (all of it in the background, else a tensor at a time)
+    and the largest file of an export.
     """
 
     device: Ledger
     host: Ledger
     work: Work | None
-    initialization: int
+    parameters: int
+    staged: int
+    exported: int
 
 
 def trace_run(
@@ -85,12 +89,13 @@ def trace_run(
                     train_step(run, window, learning_rate=config.optim.lr)
                 if config.data.eval is not None:
                     _evaluate(run, windows[-1])
-                _save(run, trace)
+                staged, exported = _save(run, trace)
         device_ledger, host_ledger = trace.ledgers()
+        if on_gpu:  # what FSDP2 pins of an offloaded run
+            host_ledger = host_ledger.rounded(("parameters", "gradients"), pinned_bytes)
         work = None if compute_capability is None else _work_of_step(trace, config.check_world(world_size))
-        # loading.initialize_randomly: every rank builds the whole model in fp32 and keeps its slices.
-        whole = sum(4 * parameter.numel() for parameter in run.model.parameters())
-        return Trace(device_ledger, host_ledger, work, whole if config.model.init == "random" else 0)
+        parameters = sum(parameter.numel() for parameter in run.model.parameters())
+        return Trace(device_ledger, host_ledger, work, parameters, staged, exported)
 
 
 def tensors_of(window: Window) -> list[torch.Tensor]:
@@ -180,20 +185,34 @@ def _evaluate(run: Run, window: Window) -> None:
     run.sharding.reshard_all()
 
 
-def _save(run: Run, trace: MemoryTrace) -> None:
-    """Copy what a checkpoint holds to the host, and gather what the exported folder holds, a file at a time."""
+def _save(run: Run, trace: MemoryTrace) -> tuple[int, int]:
+    """Copy what a checkpoint holds to the host, and gather what the exported folder holds, a file at a time.
+
+    Return the bytes of the copy that is held at once, and of the largest file.
+    """
     trace.enter("save")
-    config, copies = run.config, []
+    config, copies, staged, exported = run.config, [], [0], [0]
+    seen = set()
     for tensor in training_tensors(run.model, run.optimizer).values():
-        copies.append((tensor.to_local() if isinstance(tensor, DTensor) else tensor).to("cpu", copy=True))
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        # The stager makes an empty one like a sharded tensor and a scalar, then copies the storage, padding and all.
+        like = [torch.empty(shape, dtype=local.dtype) for shape in ([local.shape, ()] if tensor is not local else [()])]
+        storage = local.untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            copies.append(torch.empty(storage.size(), dtype=torch.uint8))
+        del like
+        staged.append(sum(copy.nbytes for copy in copies))
         if not config.checkpoint.async_save:
             copies.clear()  # written before the next one is copied
     if not config.export.at_end:
-        return
+        return max(staged), 0
     copies.clear()
     weights = exported_weights(run.model)
     dtypes = exported_dtypes(run.model, weights, resolve_dtype(config.export.dtype, run.hf_config, run.model))
     files = plan_files(plan_export(run.model, weights, dtypes), max_bytes=MAX_FILE_BYTES)
     for groups in files.values():
         kept = [gather_weights(weights, group.names, dtypes=dtypes, keep=run.runtime.is_main) for group in groups]
+        exported.append(sum(tensor.nbytes for tensors in kept for tensor in tensors.values()))
         del kept
+    return max(staged), max(exported)
