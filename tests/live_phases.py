@@ -24,8 +24,6 @@ def measure(run_settings: dict[str, Any], steps: Sequence[Sequence[Any]]) -> dic
     import time
 
     import torch
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.utils._pytree import tree_leaves
 
     from benchmarks.live_bytes import LiveBytes
@@ -41,11 +39,6 @@ def measure(run_settings: dict[str, Any], steps: Sequence[Sequence[Any]]) -> dic
             self.phase = "load"
             self.peaks: dict[str, int] = {}
             self.sent: list[tuple[torch.Tensor, int]] = []
-
-        def count(self, tensor: torch.Tensor) -> None:
-            # DTensor finds shapes on fakes; a collective's result is wrapped in a tensor without memory of its own.
-            if not isinstance(tensor, FakeTensor | AsyncCollectiveTensor):
-                super().count(tensor)
 
         def _resize(self, key: int, size: int) -> None:
             super()._resize(key, size)
