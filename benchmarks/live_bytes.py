@@ -8,6 +8,8 @@ import weakref
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -23,7 +25,12 @@ class LiveBytes(TorchDispatchMode):
         self._alive: dict[int, Any] = {}
 
     def count(self, tensor: torch.Tensor) -> None:
-        """Count a tensor's storage if it is new or has changed its size."""
+        """Count a tensor's storage if it is new or has changed its size.
+
+        Fakes, on which DTensor finds shapes, have no memory, nor has the wrapper of a collective's result.
+        """
+        if isinstance(tensor, FakeTensor | AsyncCollectiveTensor):
+            return
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor
         storage = tensor.untyped_storage()

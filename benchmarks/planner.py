@@ -8,6 +8,7 @@ why a row is left out, is data: planner_rows.yaml. Nothing here is fitted to a r
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import json
 import statistics
@@ -17,12 +18,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from ruamel.yaml import YAML
 
 from fsdp_trainer.config import Config
 from fsdp_trainer.memory.estimate import GIB, RECIPES, estimate_loss
 from fsdp_trainer.memory.estimate_model import (
+    NORM_SAVES,
     ModelShape,
     count_layers,
     count_parameters,
@@ -114,6 +117,12 @@ def predict_closed_form(row: Row) -> dict[str, Any]:
     shape, hardware = read_model_shape(model_path(row)), row.hardware
     settings = step_settings(row.config("unused"), shape, ranks=hardware.count, capability=hardware.capability)
     settings = replace(settings, bytes_per_logit=row.words.get("bytes_per_logit"))
+    with fused_norms() if row.words.get("fused_norms") else contextlib.nullcontext():
+        return _predict_closed_form(row, shape, settings)
+
+
+def _predict_closed_form(row: Row, shape: ModelShape, settings: StepSettings) -> dict[str, Any]:
+    hardware = row.hardware
     if row.pure:
         settings = replace(
             settings, recipe=RECIPES["bf16_pure" if row.words.get("fused") else "bf16_pure_foreach"], reduce_bytes=2
@@ -125,6 +134,22 @@ def predict_closed_form(row: Row) -> dict[str, Any]:
     limit = hardware.usable_bytes - hardware.outside_bytes
     fits = False if allocated > limit else True if allocated * ALLOCATOR_MARGIN <= limit else None
     return {"allocated_gib": round(allocated / GIB, 2), "fits": fits}
+
+
+@contextlib.contextmanager
+def fused_norms() -> Iterator[None]:
+    """Give Llama the norm of a row that ran with one kernel, which keeps its input: torch's own stands for it."""
+    import torch
+    from transformers.models.llama import modeling_llama
+
+    def fused(hidden_size: int, eps: float) -> torch.nn.Module:
+        return torch.nn.RMSNorm(hidden_size, eps=eps)
+
+    with (
+        patch.object(modeling_llama, "LlamaRMSNorm", fused),
+        patch.dict(NORM_SAVES, {"rms": NORM_SAVES["layer"]}),
+    ):
+        yield
 
 
 def unsharded_peak(shape: ModelShape, settings: StepSettings) -> float:
@@ -159,7 +184,8 @@ def predict_in_full(row: Row) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(model_path(row).read_text(encoding="utf-8"), encoding="utf-8")
         started = time.monotonic()
-        result = simulate(row.config(folder), row.hardware).to_json()
+        with fused_norms() if row.words.get("fused_norms") else contextlib.nullcontext():
+            result = simulate(row.config(folder), row.hardware).to_json()
     kept = ("allocated_gib", "reserved_gib", "min_capacity_gib", "limit")
     found = {key: round(result[key], 2) for key in kept}
     if (stated := row.words.get("bytes_per_logit")) is not None:

@@ -69,7 +69,7 @@ class HostCopy:
             for name, tensor in self._tensors.items():
                 # Tensors, not their storages as torch's DefaultStager: UntypedStorage.copy_ keeps the GIL (torch 2.14),
                 # so the thread that trains would stand still all the same.
-                _local(_host_tensor(self._memory, name, tensor)).copy_(_local(tensor), non_blocking=True)
+                local_part(_host_tensor(self._memory, name, tensor)).copy_(local_part(tensor), non_blocking=True)
         if stream is not None:
             stream.synchronize()
         return {name: self._memory[name] for name in self._tensors}
@@ -108,14 +108,14 @@ def _host_tensor(memory: HostMemory, name: str, tensor: torch.Tensor) -> torch.T
     kept = memory.get(name)
     if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
         kept = memory[name] = torch.empty_like(tensor, device="cpu", requires_grad=False)
-        if _local(tensor).is_cuda:
+        if local_part(tensor).is_cuda:
             _pin(kept)
     return kept
 
 
 def _pin(tensor: torch.Tensor) -> None:
     """Pin the memory of a tensor as it is; torch's own pinned memory is rounded up to a power of two."""
-    local = _local(tensor)
+    local = local_part(tensor)
     if local.nbytes < _PINNED_BYTES:
         return
     runtime: Any = torch.cuda.cudart()
@@ -124,6 +124,6 @@ def _pin(tensor: torch.Tensor) -> None:
     weakref.finalize(tensor, runtime.cudaHostUnregister, local.data_ptr()).atexit = False
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor, without a copy."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.tolocal_part() if isinstance(tensor, DTensor) else tensor

@@ -16,17 +16,14 @@ def _holders(tensor: Any) -> int:
 
 
 def measure(run_settings: dict[str, Any], steps: Sequence[Sequence[Any]]) -> dict[str, int]:
-    """Build the run, take a step over each of `steps` (rows of documents), evaluate, save and export.
+    """Build the run, take a step over each of `steps` (rows of documents), evaluate, copy for a save.
 
-    Return each phase's peak bytes. A checkpoint is copied to host memory in this thread, which is what is seen of it;
-    its writing is another thread's.
+    Return each phase's peak bytes; of the save, what it adds. Writing the copy is another thread's and not seen.
     """
     import gc
     import time
 
     import torch
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.utils._pytree import tree_leaves
 
     from benchmarks.live_bytes import LiveBytes
@@ -42,11 +39,6 @@ def measure(run_settings: dict[str, Any], steps: Sequence[Sequence[Any]]) -> dic
             self.phase = "load"
             self.peaks: dict[str, int] = {}
             self.sent: list[tuple[torch.Tensor, int]] = []
-
-        def count(self, tensor: torch.Tensor) -> None:
-            # DTensor finds shapes on fakes; a collective's result is wrapped in a tensor without memory of its own.
-            if not isinstance(tensor, FakeTensor | AsyncCollectiveTensor):
-                super().count(tensor)
 
         def _resize(self, key: int, size: int) -> None:
             super()._resize(key, size)
@@ -99,37 +91,22 @@ def measure(run_settings: dict[str, Any], steps: Sequence[Sequence[Any]]) -> dic
             total += eval_step(run, windows[-1].micro_batches[0])
         run.model.train()
         run.sharding.reshard_all()
-        live.phase = "save"
-        live.note()
-        save_and_export(run)
-    return live.peaks
+        gc.collect()
+        live.phase, resting = "save", live.current
+        copy_for_a_save(run)
+    return {**live.peaks, "save": live.peaks["save"] - resting}
 
 
-def save_and_export(run: Any) -> None:
-    """As `training` ends a run: a save in the background, its memory given back, the export."""
-    from datetime import timedelta
-    from pathlib import Path
+def copy_for_a_save(run: Any) -> None:
+    """Copy to host memory what a save in the background writes; the random states beside it, 30 kB, are left out."""
+    from fsdp_trainer.checkpoint import training_tensors
+    from fsdp_trainer.checkpoint_copy import plan_copy
 
-    from fsdp_trainer.checkpoint import build_save_group, build_stager, save_checkpoint
-    from fsdp_trainer.checkpoint_manifest import Progress
-    from fsdp_trainer.export import export_model
-
-    folder, device = Path(run.config.output_dir), run.runtime.device
-    stager = build_stager(device)
-    save_checkpoint(
-        folder,
-        model=run.model,
-        optimizer=run.optimizer,
-        scaler=run.scaler,
-        progress=Progress(step=2),
-        facts={},
-        device=device,
-        process_group=build_save_group(timeout=timedelta(minutes=1)),
-        asynchronous=True,
-        stager=stager,
-    ).wait()
-    stager.close()
-    export_model(folder / "model", model=run.model, hf_config=run.hf_config, dtype=run.config.export.dtype)
+    tensors = training_tensors(run.model, run.optimizer)
+    copy = plan_copy(tensors, model=run.model, optimizer=run.optimizer, device=run.runtime.device)
+    copied = copy.make()
+    copy.release()
+    del copied
 
 
 def measure_all(cases: dict[str, tuple[dict[str, Any], Any]]) -> dict[str, Any]:
@@ -175,4 +152,7 @@ def simulated(run_settings: dict[str, Any], steps: Sequence[Sequence[Any]], worl
         for documents in steps
     ]
     device = trace_run(config, world_size=world, compute_capability=None, windows=windows, rank=rank).device
-    return {"phases": device.phases, "breakdown": device.breakdown(), "events": len(device.events)}
+    before = next(i for i, event in enumerate(device.events) if device.visits[event[2]] == "save")
+    resting = sum(size for _, size, _ in device.events[:before])
+    phases = {**device.phases, "save": device.phases["save"] - resting}
+    return {"phases": phases, "peak": device.peak[0], "breakdown": device.breakdown(), "events": len(device.events)}

@@ -3,6 +3,7 @@
 The key covers the settings, the model's own config, the GPUs, the versions of the libraries and our own source.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -45,7 +46,10 @@ def simulate_cached(
 
 def cache_folder() -> Path:
     """Return where simulations are kept: $XDG_CACHE_HOME/fsdp_trainer/simulations, ~/.cache without it."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # no home: a container's user without an entry
+        base = tempfile.gettempdir()
     return Path(base) / "fsdp_trainer" / "simulations"
 
 
@@ -69,6 +73,9 @@ def content_key(config: Config, hardware: Hardware, expandable_segments: bool) -
 def _model_content(model: ModelConfig) -> dict[str, str]:
     """Return the text of the model's config and of its own code, from the folder or the hub's cache on this machine."""
     folder = Path(model.path)
+    if folder.is_file() or any(folder.glob("*.gguf")):  # its config is inside: too large to read, so told by its date
+        packed = [folder] if folder.is_file() else sorted(folder.iterdir())
+        return {path.name: f"{path.stat().st_size} {path.stat().st_mtime_ns}" for path in packed}
     if not folder.is_dir():
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -100,8 +107,9 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _write(path: Path, values: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump(values, file)
-    os.replace(name, path)  # readers see all of it or nothing
+    with contextlib.suppress(OSError):  # read-only or full: the answer is there without it
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(values, file)
+        os.replace(name, path)  # readers see all of it or nothing

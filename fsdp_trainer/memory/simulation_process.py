@@ -60,8 +60,10 @@ def simulate(config: Config, hardware: Hardware | str, *, expandable_segments: b
 
 def _environment(given: Mapping[str, str]) -> dict[str, str]:
     kept = {name: value for name, value in given.items() if not name.startswith(_OF_A_RUN)}
-    # The package and the libraries are found where this process found them.
-    return kept | {"PYTHONPATH": os.pathsep.join(os.path.abspath(entry) for entry in sys.path)}
+    # The package and the libraries are found where this process found them. No GPU is touched: a context in the child
+    # would take memory from a run.
+    found = {"PYTHONPATH": os.pathsep.join(os.path.abspath(entry) for entry in sys.path), "CUDA_VISIBLE_DEVICES": ""}
+    return kept | found
 
 
 def answer() -> None:

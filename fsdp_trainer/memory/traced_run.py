@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from fsdp_trainer.checkpoint import training_tensors
+from fsdp_trainer.checkpoint_copy import local_part, plan_copy
 from fsdp_trainer.config import Config
 from fsdp_trainer.conversions import plan_export
 from fsdp_trainer.data.loader import MicroBatch, Window
@@ -191,15 +191,18 @@ def _save(run: Run, trace: MemoryTrace) -> tuple[int, int]:
     Return the bytes of the copy that is held at once, and of the largest file.
     """
     trace.enter("save")
-    config, copies, staged, exported = run.config, [], [0], [0]
-    for size in _saved_sizes(run):
-        copies.append(torch.empty(size, dtype=torch.uint8))
-        staged.append(sum(copy.nbytes for copy in copies))
-        if not config.checkpoint.async_save:
-            copies.clear()  # written before the next one is copied
+    config, exported = run.config, [0]
+    tensors = training_tensors(run.model, run.optimizer)
+    if config.checkpoint.async_save:
+        copy = plan_copy(tensors, model=run.model, optimizer=run.optimizer, device=run.runtime.device)
+        staged = sum(local_part(held).nbytes for held in copy.make().values())
+        copy.release()
+        del copy
+    else:
+        # Each is written before the next one is copied.
+        staged = max(torch.empty_like(local_part(tensor), device="cpu").nbytes for tensor in tensors.values())
     if not config.export.at_end:
-        return max(staged), 0
-    copies.clear()
+        return staged, 0
     weights = exported_weights(run.model)
     dtypes = exported_dtypes(run.model, weights, resolve_dtype(config.export.dtype, run.hf_config, run.model))
     files = plan_files(plan_export(run.model, weights, dtypes), max_bytes=MAX_FILE_BYTES)
@@ -207,12 +210,4 @@ def _save(run: Run, trace: MemoryTrace) -> tuple[int, int]:
         kept = [gather_weights(weights, group.names, dtypes=dtypes, keep=run.runtime.is_main) for group in groups]
         exported.append(sum(tensor.nbytes for tensors in kept for tensor in tensors.values()))
         del kept
-    return max(staged), max(exported)
-
-
-def _saved_sizes(run: Run) -> list[int]:
-    """Bytes that a checkpoint copies, one storage at a time and each once: a shard's padding is copied with it."""
-    tensors = [*training_tensors(run.model, run.optimizer).values()]
-    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    storages = [tensor.untyped_storage() for tensor in local]
-    return [storage.size() for storage in {storage._cdata: storage for storage in storages}.values()]
+    return staged, max(exported)

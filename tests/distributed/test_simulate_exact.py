@@ -108,13 +108,20 @@ def prepare(
     else:
         path = run_ranks(architectures.save_architecture, 1, kind, str(folder / "model"))[0]
     batch = {"global_batch_size": 4 * world // 2, "micro_batch_size": 2}
-    sections = {"batch": batch, "eval": {"at_end": True}, **sections}
+    # Of a save the copy is compared: what an export gathers is let go of by gloo when it pleases.
+    sections = {"batch": batch, "eval": {"at_end": True}, "export": {"at_end": False}, **sections}
     settings = training_runs.settings(path, "unused.jsonl", folder, **sections)
     settings["data"]["eval"] = "unused.jsonl"
     documents = iter(models.make_records(200, seed=3, shortest=12, longest=16)[1])
     per_row = 2 if settings["data"]["packing"] else 1
     rows = settings["batch"]["global_batch_size"]
     return settings, [[[next(documents) for _ in range(per_row)] for _ in range(rows)] for _ in range(2)]
+
+
+def same(fake: dict[str, int], real: dict[str, int], *, world: int) -> bool:
+    """Equal to the byte; a save may copy the table of ranks, 8 bytes each, of up to two meshes as well."""
+    tables = real["save"] - fake["save"]
+    return {**fake, "save": real["save"]} == real and tables in range(0, 16 * world + 1, 8 * world)
 
 
 @pytest.mark.parametrize("case", [*CASES, *FOUR_RANKS])
@@ -127,11 +134,11 @@ def test_live_bytes_are_those_of_real_ranks(
         assert isinstance(fake, dict), fake
         # Gloo's threads may let go of a tensor late, which only adds: the least of a few measurements is the run's.
         for _ in range(MEASURED_AGAIN):
-            if {name: fake["phases"][name] for name in real} == real:
+            if same(fake["phases"], real, world=prepared_cases[case][0]):
                 break
             world, prepared = prepared_cases[case]
             again = run_ranks(live_phases.measure_all, world, {case: prepared}, timeout=200)[-1 if index else 0][case]
             real = {name: min(size, again[name]) for name, size in real.items()}
-        assert {name: fake["phases"][name] for name in real} == real
+        assert same(fake["phases"], real, world=prepared_cases[case][0]), (fake["phases"], real)
         assert set(real) == {"load", "forward", "backward", "clip", "step", "evaluate", "save"}
-        assert sum(fake["breakdown"].values()) == max(fake["phases"].values())
+        assert sum(fake["breakdown"].values()) == fake["peak"]
