@@ -4,7 +4,7 @@ No rank ever holds the whole model: parameters are born on the meta device and s
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -226,18 +226,40 @@ def place_buffers(model: Any, place: Any) -> None:
 
 
 def materialize_parameters(model: Any, device: torch.device) -> None:
-    """Give every sharded meta parameter memory on `device`, values undefined.
+    """Give every meta parameter memory on `device`, values undefined.
 
     nn.Module._apply swaps tensor subclasses in place, so ties hold and FSDP keeps its references;
     `to_empty` would also wipe the buffers, of which a checkpoint has no copy.
     """
-    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+    else:
+        _replace_parameters(model, lambda _, parameter: torch.empty_like(parameter, device=device))
+
+
+def rest_in(model: Any, dtype: torch.dtype) -> None:
+    """Let the weights of a meta model rest in `dtype`, but for those that compute in fp32 by themselves."""
+    kept = names_in_fp32(model, (name for name, _ in model.named_parameters(remove_duplicate=False)), dtype)
+    _replace_parameters(model, lambda name, parameter: parameter if name in kept else parameter.to(dtype))
+
+
+def _replace_parameters(model: nn.Module, make: Callable[[str, nn.Parameter], torch.Tensor]) -> None:
+    """Put what `make` returns in the place of each parameter, once for tied ones."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if parameter not in made:
+                value = make(f"{prefix}.{name}".lstrip("."), parameter).detach()
+                made[parameter] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            module._parameters[name] = made[parameter]
 
 
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters (a tied one once, under its first name) and persistent buffers, by their names in the model."""
     named: dict[str, torch.Tensor] = dict(model.named_parameters())
-    if isinstance(model, FSDPModule):
+    if any(module._get_fsdp_state()._fsdp_param_group for module in model.modules() if isinstance(module, FSDPModule)):
         whole = [name for name, parameter in named.items() if not isinstance(parameter, DTensor)]
         assert not whole, f"{len(whole)} weights are gathered, such as {whole[0]}: reshard before saving or loading"
     return named | dict(_persistent_buffers(model))
