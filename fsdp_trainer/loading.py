@@ -55,9 +55,9 @@ def _load(model: Any, folder: Path, targets: Mapping[str, torch.Tensor]) -> None
 def initialize_randomly(
     targets: Mapping[str, torch.Tensor], hf_config: Any, *, seed: int, trust_remote_code: bool = False
 ) -> None:
-    """Fill the shards of a model's weights, by name, with the architecture's own random initialisation, the same for every world size.
+    """Fill the shards of a model's weights, by name, with its architecture's own random initialisation.
 
-    Each rank builds the whole model once on the host and keeps its slices: meant for tests and benchmarks.
+    It is the same for every world size. Each rank builds the whole model once on the host and keeps its slices: meant for tests and benchmarks.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -4,7 +4,7 @@ No rank ever holds the whole model: parameters are born on the meta device and s
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -183,6 +183,16 @@ def _find_layers(decoder: nn.Module | None, count: int) -> tuple[nn.Module, ...]
     return tuple(by_size[0]) if by_size else None
 
 
+def apply_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give the parameters the dtype they rest in, but for the modules that compute in fp32. Before they have memory."""
+    kept = {id(p) for module in modules_in_fp32(model, dtype) for p in module.parameters()}
+    # A swap would break the tie of two names; the parameter stays and its meta tensor goes.
+    for parameter in model.parameters():
+        if id(parameter) not in kept:
+            assert parameter.is_meta
+            parameter.data = parameter.data.to(dtype)
+
+
 def apply_freezing(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     """Stop the gradients of the parameters that `patterns` name, before sharding; return the names of all frozen ones.
 
@@ -234,26 +244,9 @@ def materialize_parameters(model: Any, device: torch.device) -> None:
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
     else:
-        _replace_parameters(model, lambda _, parameter: torch.empty_like(parameter, device=device))
-
-
-def rest_in(model: Any, dtype: torch.dtype) -> None:
-    """Let the weights of a meta model rest in `dtype`, but for those that compute in fp32 by themselves."""
-    kept = names_in_fp32(model, (name for name, _ in model.named_parameters(remove_duplicate=False)), dtype)
-    _replace_parameters(model, lambda name, parameter: parameter if name in kept else parameter.to(dtype))
-
-
-def _replace_parameters(model: nn.Module, make: Callable[[str, nn.Parameter], torch.Tensor]) -> None:
-    """Put what `make` returns in the place of each parameter, once for tied ones."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for prefix, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if parameter not in made:
-                value = make(f"{prefix}.{name}".lstrip("."), parameter).detach()
-                made[parameter] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-            module._parameters[name] = made[parameter]
+        for parameter in model.parameters():
+            made = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, made)
 
 
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -15,23 +15,34 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from fsdp_trainer.gloo_reduce_scatter import GlooReduceScatter
 from fsdp_trainer.model import ModelParts, modules_in_fp32
+from fsdp_trainer.patches import keep_reduced_gradients
 from fsdp_trainer.runtime import Runtime
 
 STRATEGIES = ("NO_SHARD", "SHARD_OPT", "SHARD_GRAD_OP", "FULL_SHARD")  # by ZeRO stage
-COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+COMPUTE_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "bf16_pure": torch.bfloat16,
+}
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """The sharded units of one model and what their stage does between micro-batches."""
+    """The sharded units of one model and what their stage does between micro-batches.
+
+    shard: which shard this rank holds, from 0; ranks that hold equal copies have the same.
+    """
 
     root: FSDPModule
     units: tuple[FSDPModule, ...]
     zero_stage: int
     replicate: int
+    shard: int
     offload_params: bool
     host_gradients: bool
     mesh: DeviceMesh
@@ -94,10 +105,10 @@ def apply_sharding(
 ) -> Sharding:
     """Shard the model in place, one unit per decoder layer, and return its units.
 
-    Masters stay in the dtype the model was built in; compute casts to `compute_dtype`, gradients are reduced in
-    `reduce_dtype`. `reshard_after_forward=k` lets the backward gather within k ranks. `offload_params` keeps weights,
-    gradients and optimizer state in host memory; it reduces every micro-batch, as a gradient must leave the device. So
-    does `host_gradients`, which leaves only weights, in the dtype they compute in, on the device.
+    Weights rest in the dtype the model was built in; compute casts to `compute_dtype`, gradients are reduced in
+    `reduce_dtype` and kept in it or in their weight's dtype, whichever is wider. `reshard_after_forward=k` lets the
+    backward gather within k ranks. `offload_params` keeps weights, gradients and optimizer state in host memory; it
+    reduces every micro-batch, as a gradient must leave the device. So does `host_gradients`, which leaves weights only.
     """
     if host_gradients and mesh.size() == 1:
         return _leave_whole(model, mesh=mesh, zero_stage=zero_stage)
@@ -128,11 +139,14 @@ def apply_sharding(
     if mesh.device_type == "cpu":
         for unit in units:
             unit.set_custom_reduce_scatter(GlooReduceScatter())
+    for unit in units:
+        keep_reduced_gradients(unit, reduce_dtype)
     return Sharding(
         root=model,
         units=units,
         zero_stage=zero_stage,
         replicate=replicate,
+        shard=dist.get_rank() % mesh.size(mesh.ndim - 1),  # the mesh's last dimension is the one that shards
         offload_params=offload_params,
         host_gradients=host_gradients,
         mesh=mesh,
@@ -152,23 +166,19 @@ def _leave_whole(model: nn.Module, *, mesh: DeviceMesh, zero_stage: int) -> Shar
         units=(model,),
         zero_stage=zero_stage,
         replicate=1,
+        shard=0,
         offload_params=False,
         host_gradients=True,
         mesh=mesh,
     )
 
 
-def keep_reduced_dtype(sharding: Sharding) -> None:
-    """Let gradients be handed over in the dtype they were reduced in, where weights at rest are narrower.
-
-    FSDP2 casts them to the weight's dtype and has no setting for it (torch 2.11 to 2.14, `foreach_reduce` in
-    _fsdp_collectives.py). Needs weights in memory; no forward may have run.
-    """
-    sharding.root._get_fsdp_state()._lazy_init()
-    for unit in _units_of(sharding):
-        unit._orig_dtype = None  # `_to_dtype_if_needed` then leaves the gradient as it is
-        for parameter in unit.fsdp_params:
-            parameter.sharded_param.grad_dtype = None  # autograd's check of what `.grad` may be
+def widen_gradients(model: nn.Module, reduce_dtype: torch.dtype) -> None:
+    """Let sharded weights narrower than `reduce_dtype` take gradients of it; see `patches.keep_reduced_gradients`."""
+    for parameter in model.parameters():
+        narrower = parameter.requires_grad and parameter.dtype.itemsize < reduce_dtype.itemsize
+        if narrower and isinstance(parameter, DTensor):
+            parameter.grad_dtype = reduce_dtype
 
 
 def reduction_units(sharding: Sharding) -> dict[nn.Parameter, Any]:

@@ -78,8 +78,8 @@ def trace_run(
             with runtime.tensors():
                 windows = [_on_fakes(w) for w in windows] if windows else [full_window(config, world_size)] * STEPS
                 trace.mark((tensor for window in windows for tensor in tensors_of(window)), "buffers")
-                for window in windows:
-                    train_step(run, window, learning_rate=config.optim.lr)
+                for step, window in enumerate(windows):
+                    train_step(run, window, learning_rate=config.optim.lr, optimizer_step=step)
                 if config.data.eval is not None:
                     _evaluate(run, windows[-1])
                 _save(run, trace)
@@ -158,6 +158,8 @@ def _mark_as_they_come(run: Run, trace: MemoryTrace) -> None:
 
     def mark_gradients(*_: object) -> None:
         trace.mark((p.grad for p in run.model.parameters() if p.grad is not None), "gradients")
+        if run.host_gradients is not None:
+            trace.mark(run.host_gradients.tensors(), "gradients")
 
     def mark_state(*_: object) -> None:
         for state in run.optimizer.state.values():
@@ -188,7 +190,7 @@ def _save(run: Run, trace: MemoryTrace) -> None:
     if not config.export.at_end:
         return
     copies.clear()
-    weights = exported_weights(run.model)
+    weights = exported_weights(run.model, run.optimizer)
     dtypes = exported_dtypes(run.model, weights, resolve_dtype(config.export.dtype, run.hf_config, run.model))
     files = plan_files(plan_export(run.model, weights, dtypes), max_bytes=MAX_FILE_BYTES)
     for groups in files.values():

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_trainer.optim.transfers import Arrival, Lane, flat, host_like, pin
+from fsdp_trainer.optim.sharded_adamw import flat
+from fsdp_trainer.optim.transfers import Arrival, Lane, host_like, pin
 
 _MEASURED_AT_ONCE = 2**22  # elements: fp32 sums of the squares of more lose digits
 
@@ -35,7 +36,7 @@ class HostGradients:
     """The sum of each parameter's gradients over the micro-batches of one optimizer step.
 
     `units` says for each parameter with which others its gradient is reduced; `release` is called with a unit whose
-    gradients have left. `dtypes` are those of the sums. `shards` is the group whose ranks hold different shards (None:
+    gradients have left. `dtype` is that of the sums. `shards` is the group whose ranks hold different shards (None:
     nothing is sharded).
     """
 
@@ -44,13 +45,13 @@ class HostGradients:
         units: Mapping[nn.Parameter, Any],
         *,
         device: torch.device,
-        lane: Lane,
-        dtypes: Mapping[nn.Parameter, torch.dtype],
+        dtype: torch.dtype,
         shards: dist.ProcessGroup | None,
         release: Callable[[Any], None],
     ) -> None:
-        self._units, self._device, self._lane, self._shards, self._release = units, device, lane, shards, release
-        self._totals = {parameter: flat(host_like(parameter, dtypes[parameter])) for parameter in units}
+        self._units, self._device, self._shards, self._release = units, device, shards, release
+        self._lane = Lane(device)
+        self._totals = {parameter: flat(host_like(parameter, dtype)) for parameter in units}
         sizes: Counter[int] = Counter()
         for parameter, unit in units.items():
             sizes[id(unit)] += self._totals[parameter].numel()

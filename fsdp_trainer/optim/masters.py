@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from fsdp_trainer.model import named_weights
+from fsdp_trainer.optim.sharded_adamw import flat
 
 MASTER = "master"  # in the optimizer's state
 
@@ -15,3 +16,11 @@ def trained_weights(model: nn.Module, optimizer: torch.optim.Optimizer | None) -
         return named
     states = optimizer.state
     return {name: states[t].get(MASTER, t) if t in states else t for name, t in named.items()}
+
+
+@torch.no_grad()
+def send_masters(optimizer: torch.optim.Optimizer) -> None:
+    """Give the device what was loaded into the masters, rounded to what it computes in."""
+    for parameter, state in optimizer.state.items():
+        if MASTER in state:
+            flat(parameter).copy_(flat(state[MASTER]))

@@ -1,4 +1,4 @@
-"""AdamW whose gradients, averages and master weights lie on the host, while the device keeps the weights it computes in.
+"""AdamW whose gradients, averages and master weights lie on the host; the device keeps the weights it computes in.
 
 The step runs on the host; or on the device, which host memory then streams through in pieces of bounded size.
 """
@@ -11,9 +11,9 @@ from torch import nn
 
 from fsdp_trainer.optim.host_gradients import HostGradients
 from fsdp_trainer.optim.masters import MASTER
-from fsdp_trainer.optim.sharded_adamw import PIECE, AdamWStep, create_averages, pieces, update
+from fsdp_trainer.optim.sharded_adamw import PIECE, AdamWStep, create_averages, flat, pieces, update
 from fsdp_trainer.optim.stochastic_rounding import seeded_generator
-from fsdp_trainer.optim.transfers import Arrival, Lane, flat, host_like, pin
+from fsdp_trainer.optim.transfers import Arrival, Lane, host_like, pin
 
 _BLOCK = 256  # elements that share a scale in 8-bit averages; pieces hold whole blocks
 State = Mapping[str, torch.Tensor]
@@ -23,7 +23,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
     """AdamW over what `gradients` holds; `state[parameter]` has the master weight and the averages, on the host.
 
     An Optimizer because Accelerate asks for one. `step` reads `found_inf` and `optimizer_step`, as ShardedAdamW does.
-    `on_device` streams pieces through the device instead of computing on the host.
+    `on_device` streams pieces through the device instead of computing on the host. `master_dtype` None is that of each
+    weight, whose updates are then rounded stochastically.
     """
 
     _step_supports_amp_scaling = True
@@ -38,7 +39,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         betas: tuple[float, float],
         eps: float,
         gradients: HostGradients,
-        master_dtypes: Mapping[nn.Parameter, torch.dtype],
+        master_dtype: torch.dtype | None,
         state_dtype: torch.dtype,
         seed: int,
         shard: int,
@@ -47,7 +48,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     ) -> None:
         super().__init__([dict(group) for group in groups], {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.gradients = gradients
-        self._master_dtypes, self._state_dtype = master_dtypes, state_dtype
+        self._master_dtype, self._state_dtype = master_dtype, state_dtype
         self._seed, self._shard, self._device = seed, shard, device
         self._mover = _DeviceStep(device) if on_device else _HostStep(device)
         self._where = device if on_device else torch.device("cpu")
@@ -56,19 +57,13 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def create_state(self) -> None:
         """Make every parameter's state, masters without values; after Accelerate's `prepare`, which would copy it."""
         for parameter in self._parameters():
-            master = host_like(parameter, self._master_dtypes[parameter])
+            master = host_like(parameter, self._master_dtype or parameter.dtype)
             self.state[parameter] = {MASTER: master, **create_averages(master, self._state_dtype)}
             if self._where.type == "cuda":
                 self.is_pinned &= pin(flat(value) for value in self.state[parameter].values())
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for group in self.param_groups for parameter in group["params"])
-
-    @torch.no_grad()
-    def send_masters(self) -> None:
-        """Give the device the weights that were loaded into the masters."""
-        for parameter in self._parameters():
-            flat(parameter).copy_(flat(self.state[parameter][MASTER]))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; their host memory stays."""

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
-from torch.distributed.tensor import DTensor
 
 
 class Arrival(Protocol):
@@ -47,11 +46,6 @@ class Lane:
         """Let what the current stream queues from here on wait for every copy queued so far."""
         if self._module is not None:
             self._module.current_stream().wait_stream(self._stream)
-
-
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's own part of a tensor, of any size, as one row."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().view(-1)
 
 
 def host_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
