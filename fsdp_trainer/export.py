@@ -63,11 +63,11 @@ def export_model(
 ) -> ExportedModel:
     """Write `model` to `folder` as safetensors, config, generation config, tokenizer, chat template and `card`.
 
-    All ranks call it, with the weights sharded; rank 0 writes, and all raise CheckpointError when it fails. Masters that
-    `optimizer` keeps are written instead of the weights they stand for. `hf_config`
-    is the source's config as it was before training (`use_cache` stays what it says there); only dtype, architectures
-    and the tie are set to what the weights are. `dtype` is auto (the source's), fp32, bf16 or fp16: a narrower one than
-    the weights were trained in rounds small updates away. An earlier folder is replaced when the new one is whole.
+    All ranks call it, with the weights sharded; rank 0 writes, and all raise CheckpointError when it fails. Masters
+    that `optimizer` keeps are written instead of the weights they stand for. `hf_config` is the source's config as it
+    was before training (`use_cache` stays what it says there); only dtype, architectures and the tie are set to what
+    the weights are. `dtype` is auto (the source's), fp32, bf16 or fp16: a narrower one than the weights were trained in
+    rounds small updates away. An earlier folder is replaced when the new one is whole.
     """
     folder = Path(folder)
     target_dtype = resolve_dtype(dtype, hf_config, model)

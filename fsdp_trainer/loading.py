@@ -57,7 +57,8 @@ def initialize_randomly(
 ) -> None:
     """Fill the shards of a model's weights, by name, with its architecture's own random initialisation.
 
-    It is the same for every world size. Each rank builds the whole model once on the host and keeps its slices: meant for tests and benchmarks.
+    It is the same for every world size. Each rank builds the whole model once on the host and keeps its slices: meant
+    for tests and benchmarks.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
