@@ -244,9 +244,11 @@ def materialize_parameters(model: Any, device: torch.device) -> None:
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
     else:
+        made: dict[nn.Parameter, nn.Parameter] = {}
         for parameter in model.parameters():
-            made = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
-            torch.utils.swap_tensors(parameter, made)
+            made[parameter] = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+        for module in model.modules():
+            module._parameters |= {name: made[p] for name, p in module._parameters.items() if p is not None}
 
 
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:

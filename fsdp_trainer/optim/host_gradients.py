@@ -76,9 +76,10 @@ class HostGradients:
         return self._totals[parameter]
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield what is held on the host: the sums, and where gradients land that are added to them."""
+        """Yield what is held: the sums, where gradients land that are added to them, and two scalars."""
         yield from self._totals.values()
         yield from self._landings.values()
+        yield from (self.factor, *self._verdict.param_groups[0]["params"])
 
     def clear(self) -> None:
         """Begin a new optimizer step."""

@@ -46,6 +46,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "optim": {"implementation": "foreach", "max_grad_norm": None},
         },
     ),
+    "offload-optimizer-bf16": (
+        "llama",
+        {
+            "sharding": {"zero_stage": 2, "offload": "optimizer"},
+            "precision": "bf16",
+            "batch": {"global_batch_size": 12, "micro_batch_size": 2},
+        },
+    ),
+    "offload-optimizer-device": (
+        "qwen3_tied",
+        {
+            "sharding": {"offload": "optimizer"},
+            "optim": {"offload_step": "device"},
+            "model": {"freeze": ["model.layers.0"]},
+        },
+    ),
     "gpt2-dropout-full": ("gpt2_dropout", {"activation_checkpointing": FULL}),
     "gemma2-eager-softcap": ("gemma2", {"precision": "bf16"}),
     "gemma3-windows-packed": ("gemma3", {"data": {"packing": True}, "precision": "bf16"}),
@@ -56,10 +72,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "moe": ("mixtral", {"precision": "bf16"}),
     "moe-router": ("qwen3_moe_router", {"activation_checkpointing": FULL}),
 }
+# One rank of a kind of its own: FSDP manages none of its weights.
+ONE_RANK = {
+    "offload-optimizer-alone": (
+        "qwen3_tied",
+        {
+            "sharding": {"offload": "optimizer"},
+            "precision": "bf16",
+            "activation_checkpointing": FULL,
+            "batch": {"global_batch_size": 4, "micro_batch_size": 2},
+        },
+    ),
+}
 # On four ranks: two copies of two shards, and backward gathers within pairs.
 FOUR_RANKS = {
     "hybrid": ("llama", {"sharding": {"replicate": 2}, "batch": {"global_batch_size": 24, "micro_batch_size": 2}}),
     "reshard2": ("llama", {"sharding": {"reshard_after_forward": 2}, "precision": "bf16"}),
+    "hybrid-offload-optimizer-fp16": (
+        "llama",
+        {
+            "sharding": {"replicate": 2, "offload": "optimizer"},
+            "precision": "fp16",
+            "batch": {"global_batch_size": 16, "micro_batch_size": 2},
+        },
+    ),
 }
 
 
@@ -85,7 +121,7 @@ def measured(
 ) -> dict[str, list[tuple[Any, Any]]]:
     """Return for each case what a real rank held and what the simulated one did: of rank 0, and of the last."""
     found: dict[str, list[tuple[Any, Any]]] = {}
-    for cases, world in ((CASES, 2), (FOUR_RANKS, 4)):
+    for cases, world in ((CASES, 2), (FOUR_RANKS, 4), (ONE_RANK, 1)):
         prepared = {name: prepare(*case, world, model_folder, tmp_path_factory) for name, case in cases.items()}
         prepared_cases |= {name: (world, case) for name, case in prepared.items()}
         real = run_ranks(live_phases.measure_all, world, prepared, timeout=500)
@@ -117,7 +153,7 @@ def prepare(
     return settings, [[[next(documents) for _ in range(per_row)] for _ in range(rows)] for _ in range(2)]
 
 
-@pytest.mark.parametrize("case", [*CASES, *FOUR_RANKS])
+@pytest.mark.parametrize("case", [*CASES, *FOUR_RANKS, *ONE_RANK])
 @pytest.mark.timeout(900)  # the first one measures all of them: one group of ranks for all cases
 def test_live_bytes_are_those_of_real_ranks(
     case: str, measured: dict[str, list[tuple[Any, Any]]], prepared_cases: dict[str, tuple[int, Case]]
