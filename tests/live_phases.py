@@ -81,9 +81,9 @@ def measure(run_settings: dict[str, Any], steps: Sequence[Sequence[Any]]) -> dic
     windows = [step_runs.window_of(run, documents) for documents in steps]
     gc.collect()
     live = LivePhases()
-    states = [value for state in run.optimizer.state.values() for value in state.values()]
+    state = [tensor for values in run.optimizer.state.values() for tensor in values.values()]  # where it is there yet
     gradients = run.host_gradients.tensors() if run.host_gradients is not None else ()
-    for tensor in [*run.model.parameters(), *run.model.buffers(), *states, *gradients]:
+    for tensor in [*run.model.parameters(), *run.model.buffers(), *state, *gradients]:
         live.count(tensor)
     for window in windows:
         for tensor in tensors_of(window):
