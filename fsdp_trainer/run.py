@@ -106,11 +106,14 @@ def build_run(config: Config, runtime: Runtime, *, load: bool = True) -> Run:
         # 7. Shard while on meta, then give only the shards memory.
         sharding = _shard(model, parts, config, runtime)
         materialize_parameters(model, torch.device("cpu") if sharding.offload_params else runtime.device)
-        widen_gradients(model, COMPUTE_DTYPES[config.sharding.reduce_dtype or "fp32"])
+        widen_gradients(model, parts, COMPUTE_DTYPES[config.sharding.reduce_dtype or "fp32"])
         assert not parts.tied or parts.embedding.weight is parts.head.weight, "the tie was lost"
         # 8. The optimizer: made before sharding it would hold parameters that are no longer the model's.
         optimizer = _build_optimizer(model, config, sharding, runtime)
         _prepare(runtime, model, optimizer)
+        if isinstance(optimizer, OffloadedAdamW):
+            # The largest tensors of a step are made at the head: nothing that could have left is to be there.
+            parts.head.register_forward_pre_hook(lambda *_: optimizer.gradients.settle())
         scaler = torch.amp.GradScaler(runtime.device.type) if config.precision == "fp16" else None
         # 9. Values, of masters too: a simulated run has none, a resumed one reads its checkpoint instead.
         if load and not runtime.simulated:

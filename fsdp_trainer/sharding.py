@@ -173,11 +173,16 @@ def _leave_whole(model: nn.Module, *, mesh: DeviceMesh, zero_stage: int) -> Shar
     )
 
 
-def widen_gradients(model: nn.Module, reduce_dtype: torch.dtype) -> None:
-    """Let sharded weights narrower than `reduce_dtype` take gradients of it; see `patches.keep_reduced_gradients`."""
+def widen_gradients(model: nn.Module, parts: ModelParts, reduce_dtype: torch.dtype) -> None:
+    """Let weights narrower than `reduce_dtype` take gradients of it; see `patches.keep_reduced_gradients`.
+
+    Of weights that no unit reduces only an untied head: the loss sums its gradient in fp32, a copy of which in the
+    weight's dtype would be one more table of the vocabulary.
+    """
+    alone = None if parts.tied else parts.head.weight
     for parameter in model.parameters():
         narrower = parameter.requires_grad and parameter.dtype.itemsize < reduce_dtype.itemsize
-        if narrower and isinstance(parameter, DTensor):
+        if narrower and (isinstance(parameter, DTensor) or parameter is alone):
             parameter.grad_dtype = reduce_dtype
 
 

@@ -92,7 +92,7 @@ class HostGradients:
 
         Collective where gradients are sharded: one scalar. The sums themselves are left as they are.
         """
-        self._settle()
+        self.settle()
         norm = self._norm()
         factor = torch.ones_like(norm)
         if scaler is not None:
@@ -136,8 +136,7 @@ class HostGradients:
         earlier = [copy for copy in self._flying if copy.unit is not unit]
         self._flying.append(_Copy(gradient, unit, arrival, landed, None if stays else total, is_first))
         del gradient
-        if earlier:
-            self._settle(earlier)
+        self.settle(earlier)
 
     def _land(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return room for a gradient on the host: two units' take turns."""
@@ -148,9 +147,10 @@ class HostGradients:
         start, self._landed = self._landed, self._landed + gradient.numel()
         return self._landings[key][start : self._landed]
 
-    def _settle(self, copies: list[_Copy] | None = None) -> None:
-        """Wait for copies (all of them), add them up, and let their gradients on the device go."""
-        copies = list(self._flying) if copies is None else copies
+    @torch.no_grad()
+    def settle(self, copies: list[_Copy] | None = None) -> None:
+        """Wait for copies (default: all), add them up, and let their gradients on the device go."""
+        copies = self._flying if copies is None else copies
         for copy in copies:
             copy.arrival.synchronize()
             if copy.total is not None and copy.is_first:
@@ -158,7 +158,8 @@ class HostGradients:
             elif copy.total is not None:
                 copy.total.add_(copy.landed)
             self._release(copy.unit)
-        self._flying = [copy for copy in self._flying if not any(copy is done for done in copies)]
+        done = {id(copy) for copy in copies}
+        self._flying = [copy for copy in self._flying if id(copy) not in done]
 
     def _pin(self, *tensors: torch.Tensor) -> bool:
         return self._device.type != "cuda" or pin(tensors)
