@@ -58,7 +58,9 @@ def pin(tensors: Iterable[torch.Tensor]) -> bool:
 
     In place, because torch's pinned allocator rounds every size up to a power of two (c10, CachingHostAllocator).
     """
-    runtime = torch.cuda.cudart()
+    if not torch.cuda.is_available():
+        return False
+    runtime: Any = torch.cuda.cudart()
     for tensor in tensors:
         address, size = tensor.data_ptr(), tensor.untyped_storage().nbytes()
         if size == 0:
