@@ -210,8 +210,10 @@ class ShardingConfig(Section):
     )
     offload: Literal["none", "optimizer", "params"] = Field(
         default="none",
-        description="What lives in host memory. params: weights, gradients and optimizer state (FSDP2's CPU offload), "
-        "saves up to 16 bytes a parameter on the GPU and is several times slower. optimizer comes later.",
+        description="What lives in host memory. optimizer: gradients, which leave as they are reduced, optimizer state "
+        "and masters; the GPU keeps the weights it computes in (2 bytes a parameter, fp32: 4), the host takes 16 bytes "
+        "a parameter over all ranks and 12 more with checkpoint.async_save. params: the weights too (FSDP2's CPU "
+        "offload); needs least on the GPU and is several times slower.",
     )
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = Field(
         default=None,
@@ -315,8 +317,9 @@ class OptimConfig(Section):
     )
     offload_step: Literal["host", "device"] = Field(
         default="host",
-        description="With sharding.offload: where the optimizer runs. host is what offloading parameters does; device "
-        "comes later.",
+        description="With sharding.offload: optimizer, where its step runs: on the host, or on the device, which host "
+        "memory then streams through in pieces (two of 2**22 elements at a time, 0.1 GiB on the GPU). Take device "
+        "where the host has few cores.",
     )
 
 

@@ -4,7 +4,7 @@ Training, planning and the tests all call `build_run`; on a simulated runtime th
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ from fsdp_trainer.optim.host_gradients import HostGradients
 from fsdp_trainer.optim.masters import send_masters, trained_weights
 from fsdp_trainer.optim.offloaded_adamw import OffloadedAdamW
 from fsdp_trainer.optim.sharded_adamw import ShardedAdamW
+from fsdp_trainer.optim.transfers import can_pin
 from fsdp_trainer.router_loss import find_router_loss
 from fsdp_trainer.runtime import Runtime, check_precision
 from fsdp_trainer.sharding import (
@@ -166,7 +167,7 @@ def _shard(model: nn.Module, parts: ModelParts, config: Config, runtime: Runtime
         reshard_after_forward=sharding.reshard_after_forward,
         offload_params=sharding.offload == "params",
         host_gradients=sharding.offload == "optimizer",
-        pin_memory=runtime.device.type == "cuda",
+        pin_memory=runtime.device.type == "cuda" and can_pin(),
         compute_dtype=COMPUTE_DTYPES[config.precision],
         reduce_dtype=COMPUTE_DTYPES[sharding.reduce_dtype or "fp32"],
     )
@@ -253,12 +254,13 @@ def _facts(
         f"model {config.model.path}: {format_count(total)} parameters, {weights}, "
         f"{config.sharding.reduce_dtype or 'fp32'} reduction, fp32 loss",
         f"sharded {format_number(n_layers, 'decoder layer')} over {world} ({strategy}"
-        f"{', parameters offloaded to the host' if config.sharding.offload == 'params' else ''}): "
+        f"{_OFFLOADED[config.sharding.offload]}): "
         f"{format_bytes(_local_bytes(model.parameters()))} of parameters a rank",
         f"{sum(costs.values()):.4g} bytes a trained parameter: "
         + ", ".join(f"{name} {size:.4g}" for name, size in costs.items()),
         f"activation checkpointing: {len(recomputed)} of {n_layers} decoder layers are recomputed",
         f"AdamW ({config.optim.implementation}): {decay}",
+        *_offload_facts(config, optimizer),
         *describe_fallback(config.model.attention, model.config),
     ]
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
@@ -269,6 +271,25 @@ def _facts(
     return tuple(lines)
 
 
+def _offload_facts(config: Config, optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    if isinstance(optimizer, OffloadedAdamW):
+        held = list(optimizer.host_tensors())
+        yield (
+            f"optimizer on the host: {format_bytes(sum(t.numel() * t.itemsize for t in held))} a rank for masters, "
+            f"averages and gradients; the step runs on the {config.optim.offload_step}"
+        )
+    pins = optimizer.is_pinned if isinstance(optimizer, OffloadedAdamW) else can_pin()
+    if config.sharding.offload != "none" and torch.cuda.is_available() and not pins:
+        yield "host memory could not be pinned (a driver or memlock limit): transfers do not overlap with computing"
+
+
+_OFFLOADED = {
+    "none": "",
+    "optimizer": ", gradients, averages and masters on the host",
+    "params": ", parameters offloaded to the host",
+}
+
+
 def _bytes_a_parameter(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """Return what a trained parameter costs at rest, over the ranks, in the order weights, gradients, state."""
     trained = [p for group in optimizer.param_groups for p in group["params"]]
@@ -276,10 +297,16 @@ def _bytes_a_parameter(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     numel = sum(p.numel() for p in trained)
     return {
         "weights": sum(p.numel() * p.itemsize for p in trained) / numel,
-        "gradients": sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in trained) / numel,
+        "gradients": sum(p.numel() * _gradient_bytes(p, optimizer) for p in trained) / numel,
         # torch's AdamW makes its two averages in the first step.
         "optimizer state": sum(s.numel() * s.itemsize for s in states) / numel if states else 8.0,
     }
+
+
+def _gradient_bytes(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> int:
+    if isinstance(optimizer, OffloadedAdamW):
+        return optimizer.gradients[parameter].itemsize
+    return (parameter.grad_dtype or parameter.dtype).itemsize
 
 
 def _local_bytes(parameters: Iterable[nn.Parameter]) -> int:

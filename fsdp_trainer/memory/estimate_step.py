@@ -37,6 +37,7 @@ class StepSettings:
     replicate: int = 1
     reshard_after_forward: int | None = None
     offload_params: bool = False
+    offload_optimizer: bool = False  # gradients leave, and weights rest in the compute dtype
     recipe: Recipe = RECIPES["bf16"]
     state_when_built: bool = False  # torch's AdamW makes its state in the first step, ours before
     piece_bytes: int = 0  # an element of the piece that the optimizer widens for a moment
@@ -70,7 +71,12 @@ class StepSettings:
     @property
     def reduces_every_micro_batch(self) -> bool:
         """Gradients are sharded between micro-batches."""
-        return self.zero_stage >= 2 or self.offload_params
+        return self.zero_stage >= 2 or self.offload_params or self.offload_optimizer
+
+    @property
+    def is_alone(self) -> bool:
+        """No unit gathers or reduces: the only rank, whose weights rest as they compute."""
+        return self.offload_optimizer and self.ranks == 1
 
     def is_checkpointed(self, index: int) -> bool:
         """Whether a decoder layer is recomputed in the backward."""
@@ -124,6 +130,9 @@ class _Step:
         self.head = _Unit(table + count_final_norm(shape), True)
         self.embedding = None if tied else _Unit(table, settings.keeps_gathered)
         self.root = _Unit(count_positions(shape), True)
+        self.hands_over_sum = settings.is_alone and not tied and settings.compute_bytes < settings.reduce_bytes
+        # Alone, a layer's gradients leave one by one: two at most, of the largest kind.
+        self.largest_matrices = 2 * shape.hidden * max(shape.ffn, shape.query_size)
 
     # Collectives
 
@@ -133,6 +142,8 @@ class _Step:
         In the forward the buffer lives on until the next unit has been copied out; in the backward it is freed at once.
         `ahead`: the buffer was filled before.
         """
+        if self.settings.is_alone:
+            return
         size = unit.parameters * self.settings.compute_bytes
         before = self.gather_buffer
         if not ahead:
@@ -152,6 +163,8 @@ class _Step:
         self.gather_buffer -= size
 
     def free(self, phase: str, unit: _Unit) -> None:
+        if self.settings.is_alone:
+            return
         self.ledger.change(phase, unsharded_parameters=-unit.parameters * self.settings.compute_bytes)
 
     def keep_part(self, phase: str, unit: _Unit, *, keep: bool = True) -> None:
@@ -165,6 +178,9 @@ class _Step:
         """Reduce a unit's gradient, or keep it whole in the reduction's dtype between micro-batches."""
         settings, ledger = self.settings, self.ledger
         whole = unit.parameters * settings.compute_bytes
+        if settings.is_alone:  # one tensor at a time, each gone when the next one comes
+            ledger.change("backward", unsharded_gradients=-ledger.alive["unsharded_gradients"])
+            return
         wide = unit.parameters * settings.reduce_bytes
         if not settings.reduces_every_micro_batch and not is_last:
             ledger.change("backward", unsharded_gradients=0.0 if accumulates else wide)
@@ -176,7 +192,11 @@ class _Step:
         ledger.change("backward", communication_buffers=wide)
         ledger.change("backward", unsharded_gradients=-whole - kept_whole)
         shard = unit.parameters * settings.recipe.gradients / settings.shards
-        if (accumulates and settings.reduces_every_micro_batch) or settings.offload_params:
+        if (
+            (accumulates and settings.reduces_every_micro_batch)
+            or settings.offload_params
+            or settings.offload_optimizer
+        ):
             ledger.spike("backward", temporaries=shard)
         else:
             ledger.change("backward", gradients=shard)
@@ -235,6 +255,7 @@ class _Step:
             chunk_tokens=settings.chunk_tokens,
             compute_bytes=settings.compute_bytes,
             bytes_per_logit=settings.bytes_per_logit,
+            hands_over_sum=self.hands_over_sum,
         )
 
     def layer_bytes(self, index: int) -> float:
@@ -271,6 +292,8 @@ class _Step:
         ledger.change("backward", activations=-loss.kept)
         frees = is_last or not settings.keeps_gathered
         ledger.change("backward", temporaries=hidden, unsharded_gradients=self.head.parameters * settings.compute_bytes)
+        if self.hands_over_sum:  # which is in fp32
+            ledger.spike("backward", unsharded_gradients=self.head.parameters * settings.compute_bytes)
         ledger.spike("backward", temporaries=2 * norm)
         ledger.change("backward", activations=-norm)
         if self.embedding is not None:
@@ -295,6 +318,8 @@ class _Step:
         if settings.is_checkpointed(number):
             ledger.change("backward", activations=saved)
         gradients = unit.parameters * settings.compute_bytes
+        if settings.is_alone:
+            gradients = min(gradients, self.largest_matrices * settings.compute_bytes)
         for share_left, share_done, temporaries in self.points(saved):
             ledger.spike(
                 "backward",
@@ -356,13 +381,19 @@ class _Step:
     def finish(self) -> None:
         settings, ledger = self.settings, self.ledger
         local = count_parameters(self.shape) / settings.shards * self.resident
+        if settings.is_alone:  # the embedding's, the last to come
+            last = self.shape.vocab * self.shape.hidden * settings.compute_bytes
+            ledger.change("clip", gradients=last)
         ledger.change("clip")
+        if settings.offload_optimizer:
+            ledger.change("clip", gradients=-ledger.alive["gradients"])
         if not ledger.alive["optimizer_state"]:
             ledger.change("step", optimizer_state=local * settings.recipe.optimizer_state)
         # foreach goes through one parameter group at a time: what decays, and the rest, nearly all of it the embedding.
         table = self.shape.vocab * self.shape.hidden / settings.shards * self.resident
         ledger.spike("step", temporaries=max(table, local - table) * settings.recipe.step)
-        ledger.spike("step", temporaries=min(STEP_PIECE, table) * settings.piece_bytes)
+        piece = min(STEP_PIECE, self.shape.vocab * self.shape.hidden / settings.shards)
+        ledger.spike("step", temporaries=piece * settings.piece_bytes)
         ledger.change("step", gradients=-ledger.alive["gradients"])
 
     def evaluate(self) -> None:

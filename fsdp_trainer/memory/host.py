@@ -36,7 +36,8 @@ def estimate_host(
     process_bytes: int,
     gpus_per_node: int,
     shards: int,
-    offload_params: bool = False,
+    offloads: bool = False,
+    landing_bytes: int = 0,
     random_init: bool = False,
     async_save: bool = True,
     data_workers: int = 2,
@@ -50,17 +51,18 @@ def estimate_host(
     """Return what a node's RAM must hold; `shards` is the number of ranks one copy of the weights is spread over.
 
     `process_bytes` is what one process takes with everything imported (overheads.csv, without the driver's part).
-    With `offload_params` weights, gradients (both pinned) and optimizer state stand on the host. An asynchronous save
-    keeps one pinned copy of weights and state from its first time on; a synchronous one copies a tensor at a time.
+    With `offloads` weights, gradients (both pinned) and optimizer state stand on the host, and `landing_bytes` a rank.
+    An asynchronous save keeps one pinned copy of weights and state from its first time on; a synchronous one copies a
+    tensor at a time.
     `random_init` builds the whole model in fp32 in every process, for tests.
     """
     processes = gpus_per_node * process_bytes
     weights = round(weights_bytes * parameters) // shards
     gradients = round(gradients_bytes * parameters) // shards
     state = round(optimizer_bytes * parameters) // shards
-    offloaded = gpus_per_node * (weights + gradients + state) if offload_params else 0
+    offloaded = gpus_per_node * (weights + gradients + state + landing_bytes) if offloads else 0
     loading = 4 * parameters if random_init else LOADING_BYTES
-    loaded = gpus_per_node * (loading + (weights if offload_params else 0))
+    loaded = gpus_per_node * (loading + (weights if offloads else 0))
     saved = gpus_per_node * (weights + state) if async_save else gpus_per_node * 4 * largest_tensor // shards
     resident = saved if async_save else 0
     export = min(EXPORTED_FILE_BYTES, export_bytes * parameters) if exports else 0

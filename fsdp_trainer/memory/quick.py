@@ -9,7 +9,13 @@ from typing import Any
 from fsdp_trainer.config import Config
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.memory.estimate import GIB, Recipe
-from fsdp_trainer.memory.estimate_model import Attention, ModelShape, count_parameters, read_model_shape
+from fsdp_trainer.memory.estimate_model import (
+    Attention,
+    ModelShape,
+    count_layer_parameters,
+    count_parameters,
+    read_model_shape,
+)
 from fsdp_trainer.memory.estimate_step import StepSettings, Timeline, estimate_step, find_peak, phase_peaks
 from fsdp_trainer.memory.hardware import Hardware, read_overheads
 from fsdp_trainer.memory.host import HostMemory, estimate_host
@@ -96,7 +102,8 @@ def step_settings(config: Config, shape: ModelShape, *, ranks: int, capability: 
         replicate=sharding.replicate,
         reshard_after_forward=sharding.reshard_after_forward,
         offload_params=sharding.offload == "params",
-        recipe=recipe_of(config),
+        offload_optimizer=sharding.offload == "optimizer",
+        recipe=_on_device(config),
         state_when_built=not config.steps_with_torch,
         piece_bytes=_piece_bytes(config),
         compute_bytes=_BYTES[config.precision],
@@ -125,13 +132,28 @@ def recipe_of(config: Config) -> Recipe:
     )
 
 
+def _on_device(config: Config) -> Recipe:
+    """Return the part of the recipe that GPUs hold."""
+    recipe = recipe_of(config)
+    if config.sharding.offload != "optimizer":
+        return recipe
+    compute = _BYTES[config.precision]
+    reduced = max(compute, _BYTES[config.sharding.reduce_dtype or "fp32"])
+    return Recipe(weights=compute, gradients=reduced, optimizer_state=0, step=0, compute=0)
+
+
 def _piece_bytes(config: Config) -> int:
     """Return the bytes an element of optim/sharded_adamw.py's piece: what is widened, and what rounding takes."""
     recipe = recipe_of(config)
     averages = 8 if config.optim.state_dtype == "bf16" else 0
     gradient = 4 if averages and recipe.gradients < 4 else 0
     widened = (4 if recipe.weights < 4 else 0) + averages + gradient
-    return widened + 10 if widened else 0  # noise and absolute values in four bytes each, two masks
+    widened += 10 if widened else 0  # noise and absolute values in four bytes each, two masks
+    if config.sharding.offload != "optimizer":
+        return widened
+    # On the device two pieces of everything are there at once: optim/offloaded_adamw.py.
+    passing = recipe.weights + recipe.gradients + recipe.optimizer_state
+    return widened + 2 * int(passing) if config.optim.offload_step == "device" else 0
 
 
 def _read(config: Config, hardware: Hardware) -> tuple[ModelShape, StepSettings]:
@@ -152,15 +174,17 @@ def _read(config: Config, hardware: Hardware) -> tuple[ModelShape, StepSettings]
 
 
 def _host(config: Config, hardware: Hardware, shape: ModelShape, settings: StepSettings) -> HostMemory:
+    recipe = recipe_of(config)
     return estimate_host(
         count_parameters(shape),
         process_bytes=read_overheads(hardware.capability)["process"],
         gpus_per_node=hardware.gpus_per_node,
         shards=settings.shards,
-        offload_params=settings.offload_params,
-        weights_bytes=settings.recipe.weights,
-        gradients_bytes=settings.recipe.gradients,
-        optimizer_bytes=settings.recipe.optimizer_state,
+        offloads=config.sharding.offload != "none",
+        landing_bytes=_landing(config, shape, settings),
+        weights_bytes=recipe.weights,
+        gradients_bytes=recipe.gradients,
+        optimizer_bytes=recipe.optimizer_state,
         random_init=config.model.init == "random",
         async_save=config.checkpoint.async_save,
         data_workers=config.data.workers,
@@ -168,6 +192,18 @@ def _host(config: Config, hardware: Hardware, shape: ModelShape, settings: StepS
         export_bytes=settings.export_bytes,
         largest_tensor=shape.vocab * shape.hidden,
     )
+
+
+def _landing(config: Config, shape: ModelShape, settings: StepSettings) -> int:
+    """Return the bytes of a rank in which gradients land that are added to others: two of the largest unit's."""
+    if config.sharding.offload != "optimizer":
+        return 0
+    table = shape.vocab * shape.hidden
+    if settings.is_alone:
+        size = settings.compute_bytes + (4 if settings.micro_batches > 1 and not shape.tied else 0)
+        return 2 * table * size if settings.compute_bytes < 4 or settings.micro_batches > 1 else 0
+    largest = max(table, max(count_layer_parameters(shape), 0))
+    return 2 * largest * settings.reduce_bytes // settings.shards if settings.micro_batches > 1 else 0
 
 
 def _attention(config: Config, shape: ModelShape, *, capability: float) -> Attention:

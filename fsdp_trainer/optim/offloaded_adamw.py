@@ -62,6 +62,12 @@ class OffloadedAdamW(torch.optim.Optimizer):
             if self._where.type == "cuda":
                 self.is_pinned &= pin(flat(value) for value in self.state[parameter].values())
 
+    def host_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield this rank's part of all that is kept on the host."""
+        for parameter in self._parameters():
+            yield self.gradients[parameter]
+            yield from (flat(value) for value in self.state[parameter].values())
+
     def _parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for group in self.param_groups for parameter in group["params"])
 

@@ -53,6 +53,15 @@ def host_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_like(tensor, dtype=dtype, device="cpu", requires_grad=False)
 
 
+def can_pin() -> bool:
+    """Tell whether the driver pins host memory at all: under WSL or a small memlock limit it may not."""
+    try:
+        torch.empty(2**20, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError:
+        return False
+    return True
+
+
 def pin(tensors: Iterable[torch.Tensor]) -> bool:
     """Pin host tensors where they lie; False when the driver refuses, and copies then go through its own buffers.
 

@@ -45,8 +45,8 @@ def test_fp32_parity(case: str, model_folder: Folder, data: Any, references: Any
     assert max(errors.values()) < 1e-4, sorted(errors.items(), key=lambda item: -item[1])[:5]
 
 
-def steps(runs: dict[str, dict[str, Any]], count: int) -> dict[str, list[tuple[float, float, float]]]:
-    """Take the same steps with each of the settings; return (loss, norm, skipped) of each step, and the weights' norms."""
+def steps(runs: dict[str, dict[str, Any]], count: int) -> dict[str, Any]:
+    """Take the same steps in each way; return (loss, norm, skipped) of each, the weights' norms and their dtypes."""
     from fsdp_trainer.optim.masters import trained_weights
     from fsdp_trainer.step import train_step
 
@@ -67,7 +67,7 @@ def steps(runs: dict[str, dict[str, Any]], count: int) -> dict[str, list[tuple[f
     return found
 
 
-def both(model: str, folder: Path, **sections: Any) -> dict[str, dict[str, Any]]:
+def both(path: str, folder: Path, /, **sections: Any) -> dict[str, dict[str, Any]]:
     """Return the settings of the same run without offload, with it, and with its step on the device."""
     made = {}
     for name, more in {"none": {}, "host": {"offload_step": "host"}, "device": {"offload_step": "device"}}.items():
@@ -75,7 +75,7 @@ def both(model: str, folder: Path, **sections: Any) -> dict[str, dict[str, Any]]
         if more:
             changed["sharding"] = changed.get("sharding", {}) | {"offload": "optimizer"}
             changed["optim"] = changed.get("optim", {}) | more
-        made[name] = training_runs.settings(model, "unused.jsonl", folder, **changed)
+        made[name] = training_runs.settings(path, "unused.jsonl", folder, **changed)
     return made
 
 
@@ -221,8 +221,8 @@ def test_never_more_than_two_layers_gradients_on_the_device(tmp_path: Path) -> N
     for name in ("optimizer", "hybrid"):
         few, many = got[f"{name}-4"], got[f"{name}-8"]
         weights = many["load"] - few["load"]
-        assert many["backward"] - few["backward"] == weights + kept
-        assert many["step"] - few["step"] == weights
+        assert many["backward"] - few["backward"] == pytest.approx(weights + kept, abs=1024)
+        assert many["step"] - few["step"] == pytest.approx(weights, abs=1024)
     assert got["none-8"]["backward"] - got["none-4"]["backward"] > got["none-8"]["load"] - got["none-4"]["load"] + kept
 
 

@@ -23,12 +23,10 @@ def error_of(overrides: dict[str, Any]) -> str:
 
 
 LATER = [
-    {"sharding.offload": "optimizer"},
     {"activation_checkpointing.mode": "selective"},
     {"activation_checkpointing.offload": True},
     {"optim.name": "adamw_8bit"},
     {"optim.name": "paged_adamw_8bit"},
-    {"optim.offload_step": "device"},
     {"compile.enabled": True},
     {"profile.start": 10},
     {"rehearse": True},
@@ -53,6 +51,8 @@ def test_what_comes_later_is_refused_by_name(overrides: dict[str, Any]) -> None:
             ["sharding.reshard_after_forward", "sharding.zero_stage"],
         ),
         ({"sharding": {"offload": "params", "zero_stage": 0}}, ["sharding.offload", "sharding.zero_stage"]),
+        ({"optim.offload_step": "device"}, ["optim.offload_step", "sharding.offload: 'none'"]),
+        ({"sharding.offload": "params", "optim.offload_step": "device"}, ["optim.offload_step", "sharding.offload"]),
         ({"sharding.reduce_dtype": "fp16"}, ["sharding.reduce_dtype", "precision"]),
         ({"precision": "fp16", "optim.implementation": "foreach"}, ["precision", "optim.implementation"]),
         ({"train.on_nonfinite": "skip", "optim.implementation": "foreach"}, ["train.on_nonfinite", "optim.implem"]),
@@ -101,6 +101,8 @@ def test_conflicts_have_three_parts(overrides: dict[str, Any], named: list[str])
         {"data": {"streaming": True, "shuffle_buffer": 5, "eval": "a.jsonl"}, "train.max_steps": 9},
         {"data": {"packing": False, "on_too_long": "drop", "on_bad_record": "skip", "train_on": "last_assistant"}},
         {"sharding": {"offload": "params", "zero_stage": 1}},
+        {"sharding": {"offload": "optimizer", "zero_stage": 0}},
+        {"sharding.offload": "optimizer", "optim.offload_step": "device", "precision": "bf16_pure"},
         {"optim": {"weight_decay": 0.1, "no_decay": ["norm"]}},
         {"log.trackers": ["tensorboard", "wandb"]},
         {"rehearse": False},
@@ -156,6 +158,7 @@ def test_accumulation_is_derived(size: int, micro: int, world: int, steps: int) 
         ({"sharding.replicate": 3}, 4, ["4 ranks / 3 copies", "[2]"]),
         ({"sharding.replicate": 4}, 4, ["nothing to shard", "zero_stage: 0"]),
         ({"sharding.replicate": 2}, 1, ["1 rank / 2 copies"]),
+        ({"sharding": {"offload": "optimizer", "zero_stage": 0}}, 2, ["sharding.zero_stage: 0", "every rank"]),
         ({"sharding.reshard_after_forward": 3}, 4, ["4 ranks", "groups of 3", "[2]"]),
         ({"sharding.reshard_after_forward": 4}, 4, ["groups of 4"]),
         ({"sharding.reshard_after_forward": 2, "sharding.replicate": 2}, 4, ["2 of 4 ranks hold a copy, groups of 2"]),

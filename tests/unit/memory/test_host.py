@@ -23,17 +23,17 @@ def estimate_host(parameters: int, **sizes: Any) -> HostMemory:
 def test_offloaded_state_is_sixteen_bytes_over_all_ranks() -> None:
     """8B on one node of 8: 16 bytes a parameter on the host, 12 more for the copy that a background save keeps."""
     plain = estimate_host(PARAMETERS, gpus_per_node=8, shards=8, async_save=False)
-    offloaded = estimate_host(PARAMETERS, gpus_per_node=8, shards=8, async_save=False, offload_params=True)
+    offloaded = estimate_host(PARAMETERS, gpus_per_node=8, shards=8, async_save=False, offloads=True)
     assert offloaded.train - plain.train == 16 * PARAMETERS
-    staged = estimate_host(PARAMETERS, gpus_per_node=8, shards=8, offload_params=True)
+    staged = estimate_host(PARAMETERS, gpus_per_node=8, shards=8, offloads=True)
     assert staged.train - offloaded.train == 12 * PARAMETERS
     assert staged.peak == staged.export
 
 
 def test_nodes_share_what_is_sharded_over_them() -> None:
-    one = estimate_host(PARAMETERS, gpus_per_node=8, shards=8, offload_params=True)
-    two = estimate_host(PARAMETERS, gpus_per_node=8, shards=16, offload_params=True)
-    copies = estimate_host(PARAMETERS, gpus_per_node=8, shards=8, offload_params=True)  # HYBRID: a copy a node
+    one = estimate_host(PARAMETERS, gpus_per_node=8, shards=8, offloads=True)
+    two = estimate_host(PARAMETERS, gpus_per_node=8, shards=16, offloads=True)
+    copies = estimate_host(PARAMETERS, gpus_per_node=8, shards=8, offloads=True)  # HYBRID: a copy a node
     processes = 8 * PROCESS_BYTES
     assert two.train - processes == (one.train - processes) // 2 and copies == one
 

@@ -84,6 +84,7 @@ def test_verdicts(tmp_path: Path) -> None:
         ({"batch__global_batch_size": 32}, True),
         ({"sharding__replicate": 2}, True),
         ({"sharding__offload": "params"}, False),
+        ({"sharding__offload": "optimizer"}, False),
         ({"sharding__reduce_dtype": "bf16"}, False),
         ({"data__packing": False}, False),
         ({"precision": "bf16_pure"}, False),
@@ -117,6 +118,14 @@ TRACED = {
             "sharding__reduce_dtype": "bf16",
             "optim__state_dtype": "bf16",
         },
+    ),
+    "offload_optimizer": (
+        *("llama-3.1-8b", 6, "2xA100-80GB"),
+        {"data__packing": False, "data__seq_len": 2048, "sharding__offload": "optimizer"},
+    ),
+    "offload_optimizer_alone": (
+        *("llama-3.1-8b", 6, "A100-80GB"),
+        {"data__packing": False, "data__seq_len": 2048, "sharding__offload": "optimizer"},
     ),
     "offload": ("llama-2-7b", 6, "4xA100-80GB", {"data__packing": False, "sharding__offload": "params"}),
 }
