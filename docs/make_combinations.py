@@ -50,14 +50,15 @@ DIMENSIONS: dict[str, dict[str, dict[str, Any]]] = {
 }
 NAMES = tuple(DIMENSIONS)
 Combination = tuple[str, ...]  # one choice of each dimension, in order
+Problems = Mapping[Combination, frozenset[str]]
 
 INTRODUCTION = f"""\
 # What can be combined
 
 Written by `docs/make_combinations.py` from the checks of the settings: change them in `fsdp_trainer/config_checks.py`,
-not here. On {RANKS} ranks; everything that is not named is at its default. "yes" means that the settings are accepted, a
-number is the reason for which they are refused, below the tables. A model or a machine may have reasons of its own, which
-a start says before it loads a weight.
+not here. On {RANKS} ranks; everything that is not named is at its default. "yes" means that the settings are accepted;
+a number is the reason why they are refused, below the tables. A model or a machine may have reasons of its own, which a
+start says before it loads a weight.
 """
 
 
@@ -84,7 +85,7 @@ def find_all_problems() -> dict[Combination, frozenset[str]]:
     return {combination: find_problems(combination) for combination in itertools.product(*DIMENSIONS.values())}
 
 
-def format_page(problems: Mapping[Combination, frozenset[str]]) -> str:
+def format_page(problems: Problems) -> str:
     """Format the page: what is refused whatever else is set, a table an optimizer, the reasons, and the counts."""
     alone = _refused_alone(problems)
     refused = {(name, choice) for name, choice, _ in alone}
@@ -97,9 +98,8 @@ def format_page(problems: Mapping[Combination, frozenset[str]]) -> str:
     if alone:
         rows = [f"| {name} | {choice} | {'; '.join(sorted(said))} |" for name, choice, said in alone]
         parts.append(_table("Refused whatever else is set", ("what", "choice", "reason"), rows))
-    for optimizer in DIMENSIONS["optimizer"]:
-        if ("optimizer", optimizer) not in refused:
-            parts.append(_format_optimizer(optimizer, left, numbers))
+    shown = [optimizer for optimizer in DIMENSIONS["optimizer"] if ("optimizer", optimizer) not in refused]
+    parts += [_format_optimizer(optimizer, left, numbers) for optimizer in shown]
     parts.append("\n".join(["## Reasons", "", *(f"{number}. {reason}" for reason, number in numbers.items()), ""]))
     works = sum(not found for found in problems.values())
     parts.append(f"Of {len(problems)} combinations, accumulation of 1 and 4 micro-batches included, {works} work.\n")
@@ -110,7 +110,7 @@ def _named(combination: Combination) -> dict[str, str]:
     return dict(zip(NAMES, combination, strict=True))
 
 
-def _refused_alone(problems: Mapping[Combination, frozenset[str]]) -> list[tuple[str, str, frozenset[str]]]:
+def _refused_alone(problems: Problems) -> list[tuple[str, str, frozenset[str]]]:
     """Return the choices that are refused in every combination for the same reasons."""
     found = []
     for name, choices in DIMENSIONS.items():

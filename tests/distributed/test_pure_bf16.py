@@ -43,12 +43,12 @@ def save_narrow(source: str, target: Path) -> str:
 # Gradients
 
 
-def gradients_of(run_settings: dict[str, Any], rows: Rows, heeds_torch_alone: bool) -> dict[str, Any]:
+def gradients_of(run_settings: dict[str, Any], rows: Rows, torch_alone: bool) -> dict[str, Any]:
     """Take a step; return the whole gradients after clipping, the norm before, and the shards' own dtypes."""
     from fsdp_trainer import sharding
     from fsdp_trainer.step import train_step
 
-    if heeds_torch_alone:
+    if torch_alone:
         sharding.keep_reduced_gradients = lambda unit, dtype: None  # this rank's process ends with the test
     run, dtypes = step_runs.build(run_settings), set()
     run.optimizer.register_step_pre_hook(
@@ -110,7 +110,8 @@ def test_gradients_in_bf16_by_choice(stage: int, model_folder: Folder, tmp_path:
 def test_torch_alone_would_round_the_gradients(model_folder: Folder, tmp_path: Path) -> None:
     """When this fails FSDP2 heeds a parameter's grad_dtype, and `patches.keep_reduced_gradients` can go."""
     run = settings(model_folder("llama"), tmp_path, **PURE)
-    assert run_ranks(gradients_of, 1, run, rows_of(8), True)[0]["dtypes"] == {"torch.bfloat16"}
+    with pytest.raises(RuntimeError, match="gradient with dtype 'c10::BFloat16' to a tensor with grad_dtype 'Float'"):
+        run_ranks(gradients_of, 1, run, rows_of(8), True)
 
 
 # Learning
@@ -183,16 +184,25 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return run_ranks(save_wide, 1, str(tmp_path_factory.mktemp("wide")))[0]
 
 
-@pytest.mark.parametrize("lr", [1e-5, 1e-4])
+# At 1e-5 a norm weight moves by a sixteenth of its grid in all 50 steps: of one run's 4608 norm weights the mean is
+# known to 6 %, so two seeds are pooled.
+SEEDS = {1e-5: (7, 8), 1e-4: (7,)}
+
+
+@pytest.mark.parametrize("lr", SEEDS)
+@pytest.mark.timeout(400)
 def test_every_kind_of_weight_moves_as_masters_do(lr: float, wide_model: str, tmp_path: Path) -> None:
     """By 0.9 to 1.1 of the fp32-master run's movement over 50 steps, pooled by kind, norms included."""
     narrow_state = {"optim": {"state_dtype": "bf16"}}
-    ways = [{"precision": "bf16"}, {**PURE, **narrow_state, "sharding": {"reduce_dtype": "bf16"}}, PURE]
+    ways = [{**PURE, **narrow_state, "sharding": {"reduce_dtype": "bf16"}}, PURE]
     if lr == 1e-4:
-        ways.insert(1, {"precision": "bf16", **narrow_state})
-    runs = [settings(wide_model, tmp_path, rows=2, **way) for way in ways]
-    found, moved_by_nearest = run_ranks(compare_movements, 1, runs, rows_of(4), lr, timeout=300)[0]
-    for way, shares in zip(ways[1:], found, strict=True):
+        ways.insert(0, {"precision": "bf16", **narrow_state})
+    seeded = [{**way, "train": {"seed": seed}} for way in ways for seed in SEEDS[lr]]
+    runs = [settings(wide_model, tmp_path, rows=4, **way) for way in ({"precision": "bf16"}, *seeded)]
+    found, moved_by_nearest = run_ranks(compare_movements, 1, runs, rows_of(8), lr, timeout=380)[0]
+    for index, way in enumerate(ways):
+        of_seeds = found[index * len(SEEDS[lr]) : (index + 1) * len(SEEDS[lr])]
+        shares = {kind: sum(share[kind] for share in of_seeds) / len(of_seeds) for kind in of_seeds[0]}
         assert set(shares) == {"norm", "embedding", "matrix"}
         assert all(0.9 < share < 1.1 for share in shares.values()), (way, shares)
     assert moved_by_nearest == [], "the test's own yardstick: rounded to nearest, norms stay"
