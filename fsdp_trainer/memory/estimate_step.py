@@ -16,6 +16,7 @@ from fsdp_trainer.memory.estimate_model import (
     ModelShape,
     count_final_norm,
     count_layer_parameters,
+    count_matrices,
     count_parameters,
     count_positions,
     layer_activation_bytes,
@@ -351,12 +352,19 @@ class _Step:
         self.ledger.change("backward", communication_buffers=-self.reduce_buffer)
         self.reduce_buffer = 0.0
 
+    def state_bytes(self) -> float:
+        """The optimizer's state of this rank; embeddings, norms and biases may have another one than matrices."""
+        recipe, matrices = self.settings.recipe, count_matrices(self.shape)
+        of_vectors = recipe.optimizer_state if recipe.vector_state is None else recipe.vector_state
+        whole = matrices * recipe.optimizer_state + (count_parameters(self.shape) - matrices) * of_vectors
+        return whole / self.settings.shards * self.resident
+
     def finish(self) -> None:
         settings, ledger = self.settings, self.ledger
         local = count_parameters(self.shape) / settings.shards * self.resident
         ledger.change("clip")
         if not ledger.alive["optimizer_state"]:
-            ledger.change("step", optimizer_state=local * settings.recipe.optimizer_state)
+            ledger.change("step", optimizer_state=self.state_bytes())
         # foreach goes through one parameter group at a time: what decays, and the rest, nearly all of it the embedding.
         table = self.shape.vocab * self.shape.hidden / settings.shards * self.resident
         ledger.spike("step", temporaries=max(table, local - table) * settings.recipe.step)
@@ -405,8 +413,7 @@ def estimate_step(shape: ModelShape, settings: StepSettings) -> Timeline:
     """
     step = _Step(shape, settings)
     step.load()
-    local = count_parameters(shape) / settings.shards * step.resident
-    step.ledger.change("forward", optimizer_state=local * settings.recipe.optimizer_state)
+    step.ledger.change("forward", optimizer_state=step.state_bytes())
     count = min(settings.micro_batches, 2)
     for index in range(count):
         step.micro_batch(index=index, is_last=index == count - 1)

@@ -37,14 +37,14 @@ SCALES = tuple(f"{moment}_absmax" for moment in MOMENTS)
 def find_8bit(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the trainable parameters whose moments are kept in 8 bits, by name.
 
-    Asked of the whole tensor, so the answer is the same at every world size, stage and offload: at least 4096 elements
-    (which leaves out norms and biases) and no embedding, whose rare rows make 8-bit moments unstable (arXiv 2110.02861,
-    section 2.3). A head that is tied to the embedding is one.
+    Asked of the whole tensor, so the answer is the same at every world size, stage and offload: matrices of at least
+    4096 elements. Norms and biases are small and sensitive, and an embedding's rare rows make 8-bit moments unstable
+    (arXiv 2110.02861, section 2.3). A head that is tied to the embedding is one.
     """
     return [
         (name, parameter)
         for name, parameter, kinds in named_kinds(model)
-        if parameter.requires_grad and parameter.numel() >= MIN_NUMEL and "embedding" not in kinds
+        if parameter.requires_grad and parameter.numel() >= MIN_NUMEL and kinds == {None}
     ]
 
 

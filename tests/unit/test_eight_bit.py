@@ -1,4 +1,4 @@
-"""8-bit moments on one process: bitsandbytes' own numbers, piece by piece, and what becomes of them in another layout."""
+"""8-bit moments on one process: bitsandbytes' own numbers piece by piece, and what becomes of them in another layout."""
 
 from __future__ import annotations
 
@@ -93,16 +93,18 @@ class _Model(nn.Module):
         self.embed = nn.Embedding(100, 64)
         self.matrix = nn.Linear(64, 64)  # 4096 elements: the least
         self.small = nn.Linear(64, 63)
+        self.wide = nn.Linear(1, 8192)
         self.frozen = nn.Linear(64, 64).requires_grad_(False)
-        self.norm = nn.LayerNorm(64)
+        self.norm = nn.LayerNorm(8192)
         self.head = nn.Linear(64, 100, bias=False)
         if tied:
             self.head.weight = self.embed.weight
 
 
 def test_rule_takes_large_matrices_and_no_embedding() -> None:
+    matrices = ["matrix.weight", "wide.weight"]
     found = {tied: [name for name, _ in eight_bit.find_8bit(_Model(tied=tied))] for tied in (False, True)}
-    assert found == {False: ["matrix.weight", "head.weight"], True: ["matrix.weight"]}
+    assert found == {False: [*matrices, "head.weight"], True: matrices}
 
 
 def make_shards(shape: tuple[int, int], shards: int, tables: eight_bit.Tables) -> tuple[dict[str, torch.Tensor], ...]:
