@@ -56,14 +56,14 @@ def measure(folder: str, file: Path, scratch: str, *, steps: int) -> dict[str, f
     shared |= {"packing": True, "pad_token_id": 0, "micro_batch_size": 1}
     ready = [build_window(rows, step=step, global_batch_size=ROWS_A_STEP, **shared) for step in range(steps)]
     loader = iterate_windows(rows, start=0, stop=steps, global_batch_size=ROWS_A_STEP, **shared)
-    train_step(run, ready[0], learning_rate=0.0)  # optimizer state is made in the first step
+    train_step(run, ready[0], learning_rate=0.0, optimizer_step=0)  # optimizer state is made in the first step
     found: dict[str, list[float]] = {"ready": [], "loaded": [], "wait": []}
     for step in range(steps):
         for kind in ("ready", "loaded") if step % 2 else ("loaded", "ready"):
             started = time.perf_counter()
             window = ready[step] if kind == "ready" else next(loader)
             waited = time.perf_counter() - started
-            train_step(run, window, learning_rate=0.0).loss.item()
+            train_step(run, window, learning_rate=0.0, optimizer_step=1 + step).loss.item()
             found[kind].append(time.perf_counter() - started)
             if kind == "loaded":
                 found["wait"].append(waited)

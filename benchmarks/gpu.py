@@ -69,7 +69,7 @@ def measure(settings: dict[str, object], *, layers: int, seq_len: int, steps: in
         batch = MicroBatch(ids, torch.arange(seq_len)[None], None, positions, ids[0, 1:].contiguous())
         window = Window((batch,), supervised_tokens=seq_len - 1, tokens=seq_len, epoch=0, row_indices=(0,))
         started = time.perf_counter()
-        losses.append(train_step(run, window, learning_rate=1e-5).loss.item())
+        losses.append(train_step(run, window, learning_rate=1e-5, optimizer_step=step).loss.item())
         seconds.append(time.perf_counter() - started)
     median = statistics.median(seconds[2:])
     return {

@@ -168,6 +168,13 @@ class Config(Section):
         """Write all settings to a file that `Config.load` reads."""
         Path(path).write_text(self.to_yaml(), encoding="utf-8")
 
+    @property
+    def steps_with_torch(self) -> bool:
+        """True where torch's own AdamW does the step, on weights and averages in fp32; else it is ShardedAdamW."""
+        optim = self.optim
+        plain = optim.name == "adamw" and optim.state_dtype == "fp32" and self.precision != "bf16_pure"
+        return plain and self.sharding.offload != "optimizer"
+
     def check_world(self, world_size: int) -> int:
         """Check the settings that depend on the number of ranks and return the gradient accumulation steps.
 

@@ -70,7 +70,6 @@ def _no_effect(config: "Config", path: str, *, because: str, fix: str, others: t
 # Settings of the contract whose technique is not there yet: name, which values, what to set until then.
 _LATER: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("sharding.offload", lambda value: value == "optimizer", "sharding.offload: params or none"),
-    ("precision", lambda value: value == "bf16_pure", "precision: bf16"),
     (
         "activation_checkpointing.mode",
         lambda value: value == "selective",
@@ -78,7 +77,6 @@ _LATER: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     ("activation_checkpointing.offload", lambda value: value, "activation_checkpointing.offload: false"),
     ("optim.name", lambda value: value != "adamw", "optim.name: adamw"),
-    ("optim.state_dtype", lambda value: value != "fp32", "optim.state_dtype: fp32"),
     ("optim.offload_step", lambda value: value != "host", "optim.offload_step: host"),
     ("compile.enabled", lambda value: value, "compile.enabled: false"),
     ("profile.start", lambda value: value is not None, "profile.start: null"),

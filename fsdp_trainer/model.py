@@ -183,6 +183,16 @@ def _find_layers(decoder: nn.Module | None, count: int) -> tuple[nn.Module, ...]
     return tuple(by_size[0]) if by_size else None
 
 
+def apply_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give the parameters the dtype they rest in, but for the modules that compute in fp32. Before they have memory."""
+    kept = {id(p) for module in modules_in_fp32(model, dtype) for p in module.parameters()}
+    # A swap would break the tie of two names; the parameter stays and its meta tensor goes.
+    for parameter in model.parameters():
+        if id(parameter) not in kept:
+            assert parameter.is_meta
+            parameter.data = parameter.data.to(dtype)
+
+
 def apply_freezing(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     """Stop the gradients of the parameters that `patterns` name, before sharding; return the names of all frozen ones.
 

@@ -14,13 +14,14 @@ from torch import nn
 
 from fsdp_trainer.activation_checkpointing import apply_activation_checkpointing
 from fsdp_trainer.attention import describe_fallback
-from fsdp_trainer.config import Config, OptimConfig
+from fsdp_trainer.config import Config
 from fsdp_trainer.decoder_probe import check_decoder
 from fsdp_trainer.launch_profile import check_layer_class
 from fsdp_trainer.loading import initialize_randomly, load_weights, plan_loading
 from fsdp_trainer.loss import attach_loss, find_logit_transform
 from fsdp_trainer.model import (
     ModelParts,
+    apply_dtype,
     apply_freezing,
     build_meta_model,
     check_positions,
@@ -29,10 +30,11 @@ from fsdp_trainer.model import (
     materialize_parameters,
     place_buffers,
 )
-from fsdp_trainer.optim.adamw import build_adamw
+from fsdp_trainer.optim.adamw import build_adamw, build_parameter_groups
+from fsdp_trainer.optim.sharded_adamw import ShardedAdamW
 from fsdp_trainer.router_loss import find_router_loss
 from fsdp_trainer.runtime import Runtime, check_precision
-from fsdp_trainer.sharding import COMPUTE_DTYPES, Sharding, apply_sharding, build_mesh, strategy_name
+from fsdp_trainer.sharding import COMPUTE_DTYPES, Sharding, apply_sharding, build_mesh, strategy_name, widen_gradients
 from fsdp_trainer.units import format_bytes, format_count, format_number
 from fsdp_trainer.weight_files import find_folder
 
@@ -48,7 +50,7 @@ class Run:
     config: Config
     runtime: Runtime
     model: nn.Module
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler | None
     sharding: Sharding
     hf_config: Any
@@ -62,7 +64,7 @@ def build_run(config: Config, runtime: Runtime, *, load: bool = True) -> Run:
     """
     # 1. Refuse what the hardware or the model cannot do while nothing is allocated.
     check_precision(config.precision, runtime.device)
-    # 2. Parameters on meta: no rank ever holds the whole model. fp32 masters, whatever the compute dtype is.
+    # 2. Parameters on meta: no rank ever holds the whole model. They rest in fp32 unless the run is purely bf16.
     hf_config, model, parts = _build_meta(config)
     check_decoder(model, parts, packing=config.data.packing, seq_len=config.data.seq_len)
     check_layer_class(runtime.launched_with, type(parts.layers[0]).__name__)
@@ -87,12 +89,13 @@ def build_run(config: Config, runtime: Runtime, *, load: bool = True) -> Run:
         # 7. Shard while on meta, then give only the shards memory.
         sharding = _shard(model, parts, config, runtime)
         materialize_parameters(model, torch.device("cpu") if sharding.offload_params else runtime.device)
+        widen_gradients(model, COMPUTE_DTYPES[config.sharding.reduce_dtype or "fp32"])
         assert not parts.tied or parts.embedding.weight is parts.head.weight, "the tie was lost"
         # 8. Values: a simulated run has none, a resumed one reads its checkpoint instead.
         if load and not runtime.simulated:
             _fill(model, hf_config, config)
         # 9. The optimizer last: made before sharding it would hold parameters that are no longer the model's.
-        optimizer = _build_optimizer(model, config.optim)
+        optimizer = _build_optimizer(model, config, sharding)
         _prepare(runtime, model, optimizer)
         scaler = torch.amp.GradScaler(runtime.device.type) if config.precision == "fp16" else None
         # 10. Dropout differs between ranks and is the same in every rerun; so is whatever else draws numbers.
@@ -111,6 +114,8 @@ def _build_meta(config: Config) -> tuple[Any, Any, ModelParts]:
         dtype=torch.float32,
         trust_remote_code=section.trust_remote_code,
     )
+    if config.precision == "bf16_pure":
+        apply_dtype(model, torch.bfloat16)
     return hf_config, model, find_parts(model)
 
 
@@ -153,15 +158,19 @@ def _fill(model: nn.Module, hf_config: Any, config: Config) -> None:
         load_weights(model, config.model.path, revision=config.model.revision)
 
 
-def _build_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
-    return build_adamw(
-        model,
-        lr=optim.lr,
-        betas=(optim.betas[0], optim.betas[1]),
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-        no_decay=optim.no_decay,
-        implementation=optim.implementation,
+def _build_optimizer(model: nn.Module, config: Config, sharding: Sharding) -> torch.optim.Optimizer:
+    """Build torch's AdamW where it can do what is asked for, else ours."""
+    optim = config.optim
+    groups = build_parameter_groups(model, weight_decay=optim.weight_decay, no_decay=optim.no_decay)
+    numbers: dict[str, Any] = {"lr": optim.lr, "betas": (optim.betas[0], optim.betas[1]), "eps": optim.eps}
+    if config.steps_with_torch:
+        return build_adamw(groups, **numbers, implementation=optim.implementation)
+    return ShardedAdamW(
+        groups,
+        **numbers,
+        state_dtype=COMPUTE_DTYPES[optim.state_dtype],
+        seed=config.train.seed,
+        shard=sharding.shard,
     )
 
 
@@ -178,6 +187,8 @@ def _prepare(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimize
     owned = {id(parameter) for parameter in model.parameters()}
     stray = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in owned]
     assert not stray, f"{len(stray)} optimizer parameters are not parameters of the sharded model"
+    if isinstance(optimizer, ShardedAdamW):
+        optimizer.create_state()  # not before: `prepare` would copy it
 
 
 def _facts(

@@ -11,26 +11,37 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from fsdp_trainer.gloo_reduce_scatter import GlooReduceScatter
 from fsdp_trainer.model import ModelParts, modules_in_fp32
+from fsdp_trainer.patches import keep_reduced_gradients
 from fsdp_trainer.runtime import Runtime
 
 STRATEGIES = ("NO_SHARD", "SHARD_OPT", "SHARD_GRAD_OP", "FULL_SHARD")  # by ZeRO stage
-COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+COMPUTE_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "bf16_pure": torch.bfloat16,
+}
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """The sharded units of one model and what their stage does between micro-batches."""
+    """The sharded units of one model and what their stage does between micro-batches.
+
+    shard: which shard this rank holds, from 0; ranks that hold equal copies have the same.
+    """
 
     root: FSDPModule
     units: tuple[FSDPModule, ...]
     zero_stage: int
     replicate: int
+    shard: int
     offload_params: bool
 
     @property
@@ -84,9 +95,10 @@ def apply_sharding(
 ) -> Sharding:
     """Shard the model in place, one unit per decoder layer, and return its units.
 
-    Masters stay in the dtype the model was built in; compute casts to `compute_dtype`, gradients are reduced in
-    `reduce_dtype`. `reshard_after_forward=k` lets the backward gather within k ranks. `offload_params` keeps weights,
-    gradients and optimizer state in host memory; it reduces every micro-batch, as a gradient must leave the device.
+    Weights rest in the dtype the model was built in; compute casts to `compute_dtype`, gradients are reduced in
+    `reduce_dtype` and kept in it or in their weight's dtype, whichever is wider. `reshard_after_forward=k` lets the
+    backward gather within k ranks. `offload_params` keeps weights, gradients and optimizer state in host memory; it
+    reduces every micro-batch, as a gradient must leave the device.
     """
     reshard: bool | int = zero_stage == 3
     if zero_stage == 3 and reshard_after_forward is not None:
@@ -115,13 +127,23 @@ def apply_sharding(
     if mesh.device_type == "cpu":
         for unit in units:
             unit.set_custom_reduce_scatter(GlooReduceScatter())
+    for unit in units:
+        keep_reduced_gradients(unit, reduce_dtype)
     return Sharding(
         root=model,
         units=units,
         zero_stage=zero_stage,
         replicate=replicate,
+        shard=dist.get_rank() % mesh.size(mesh.ndim - 1),  # the mesh's last dimension is the one that shards
         offload_params=offload_params,
     )
+
+
+def widen_gradients(model: nn.Module, reduce_dtype: torch.dtype) -> None:
+    """Let weights narrower than `reduce_dtype` take gradients of it; see `patches.keep_reduced_gradients`."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype.itemsize < reduce_dtype.itemsize:
+            parameter.grad_dtype = reduce_dtype
 
 
 def _outer_units(parts: ModelParts) -> Sequence[list[nn.Module]]:

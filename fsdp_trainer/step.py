@@ -28,8 +28,10 @@ class StepOutput:
     skipped: torch.Tensor
 
 
-def train_step(run: Run, window: Window, *, learning_rate: float) -> StepOutput:
+def train_step(run: Run, window: Window, *, learning_rate: float, optimizer_step: int) -> StepOutput:
     """Accumulate the window's gradients, clip by the global norm, and move the weights once.
+
+    `optimizer_step` is how often the run has moved its weights before; a skipped step does not count.
 
     The labels are what a profile shows and what the memory ledger takes its phases from.
     """
@@ -50,7 +52,7 @@ def train_step(run: Run, window: Window, *, learning_rate: float) -> StepOutput:
                 run.scaler.unscale_(run.optimizer)
             grad_norm = _clip_gradients(run)
         with record_function("step"):
-            skipped = _move_weights(run, grad_norm, learning_rate)
+            skipped = _move_weights(run, grad_norm, learning_rate, optimizer_step)
         run.optimizer.zero_grad(set_to_none=True)
         dist.all_reduce(loss_sum)
         return StepOutput(loss_sum / window.supervised_tokens, grad_norm, skipped)
@@ -99,7 +101,7 @@ def _clip_gradients(run: Run) -> torch.Tensor:
     return norm.float()
 
 
-def _move_weights(run: Run, grad_norm: torch.Tensor, learning_rate: float) -> torch.Tensor:
+def _move_weights(run: Run, grad_norm: torch.Tensor, learning_rate: float, optimizer_step: int) -> torch.Tensor:
     """Step the optimizer unless the global norm is not finite; every rank has the same norm, so all agree.
 
     The fused kernel takes the verdict as a device scalar (`found_inf`) and leaves weights, moments and step counts
@@ -107,6 +109,8 @@ def _move_weights(run: Run, grad_norm: torch.Tensor, learning_rate: float) -> to
     """
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate
+    # Read by ShardedAdamW; torch's AdamW counts by itself, on the device.
+    run.optimizer.optimizer_step = optimizer_step  # type: ignore[attr-defined]
     skipped = (~torch.isfinite(grad_norm)).float()
     if run.scaler is not None:
         run.scaler.step(run.optimizer)

@@ -176,7 +176,7 @@ def train_loop(run: Run, session: _Session, progress: Progress) -> Progress:
                 log_line(note, is_main=runtime.is_main)
             rate = _learning_rate(config, progress.optimizer_steps, session.total_steps)
             started = time.perf_counter()
-            output = train_step(run, window, learning_rate=rate)
+            output = train_step(run, window, learning_rate=rate, optimizer_step=progress.optimizer_steps)
             loss, grad_norm, skipped = _read(output)
             seconds = time.perf_counter() - started
             if skipped or loss != loss:

@@ -87,8 +87,8 @@ def measure(run_settings: dict[str, Any], steps: Sequence[Sequence[Any]]) -> dic
         for tensor in tensors_of(window):
             live.count(tensor)
     with live:
-        for window in windows:
-            train_step(run, window, learning_rate=1e-3)
+        for step, window in enumerate(windows):
+            train_step(run, window, learning_rate=1e-3, optimizer_step=step)
         run.model.eval()
         total = torch.zeros((), dtype=torch.float64)
         for _ in range(2):

@@ -99,7 +99,7 @@ def one_step(run_settings: dict[str, Any], rows: Sequence[Row], lr: float = 1e-3
     run = build(run_settings)
     before = parameters(run)
     with captured_gradients(run) as gradients:
-        output = train_step(run, window_of(run, rows), learning_rate=lr)
+        output = train_step(run, window_of(run, rows), learning_rate=lr, optimizer_step=0)
     return {
         "loss": output.loss.item(),
         "loss_dtype": str(output.loss.dtype),

@@ -78,8 +78,8 @@ def trace_run(
             with runtime.tensors():
                 windows = [_on_fakes(w) for w in windows] if windows else [full_window(config, world_size)] * STEPS
                 trace.mark((tensor for window in windows for tensor in tensors_of(window)), "buffers")
-                for window in windows:
-                    train_step(run, window, learning_rate=config.optim.lr)
+                for step, window in enumerate(windows):
+                    train_step(run, window, learning_rate=config.optim.lr, optimizer_step=step)
                 if config.data.eval is not None:
                     _evaluate(run, windows[-1])
                 _save(run, trace)

@@ -63,20 +63,12 @@ def named_kinds(model: nn.Module) -> list[tuple[str, nn.Parameter, set[str | Non
 
 
 def build_adamw(
-    model: nn.Module,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    no_decay: Sequence[str],
-    implementation: str,
+    groups: Sequence[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float, implementation: str
 ) -> torch.optim.AdamW:
-    """Build torch's AdamW on the model's own shards; state is fp32 like the masters, 8 bytes a parameter.
+    """Build torch's AdamW on the groups of `build_parameter_groups`; state is fp32, 8 bytes a parameter.
 
     fused updates in one kernel without temporaries; foreach needs one more shard of memory in the step.
     """
-    groups = build_parameter_groups(model, weight_decay=weight_decay, no_decay=no_decay)
     return torch.optim.AdamW(
-        groups, lr=lr, betas=betas, eps=eps, fused=implementation == "fused", foreach=implementation == "foreach"
+        list(groups), lr=lr, betas=betas, eps=eps, fused=implementation == "fused", foreach=implementation == "foreach"
     )

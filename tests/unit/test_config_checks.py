@@ -24,12 +24,10 @@ def error_of(overrides: dict[str, Any]) -> str:
 
 LATER = [
     {"sharding.offload": "optimizer"},
-    {"precision": "bf16_pure"},
     {"activation_checkpointing.mode": "selective"},
     {"activation_checkpointing.offload": True},
     {"optim.name": "adamw_8bit"},
     {"optim.name": "paged_adamw_8bit"},
-    {"optim.state_dtype": "bf16"},
     {"optim.offload_step": "device"},
     {"compile.enabled": True},
     {"profile.start": 10},
