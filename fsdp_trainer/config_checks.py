@@ -28,6 +28,7 @@ def find_conflicts(config: "Config") -> list[Problem]:
         _sharding,
         _precision,
         _checkpointing,
+        _eight_bit,
         _optim,
         _schedule,
         _data,
@@ -76,7 +77,7 @@ _LATER: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "activation_checkpointing.mode: full or every_n_layers",
     ),
     ("activation_checkpointing.offload", lambda value: value, "activation_checkpointing.offload: false"),
-    ("optim.name", lambda value: value != "adamw", "optim.name: adamw"),
+    ("optim.name", lambda value: value == "paged_adamw_8bit", "optim.name: adamw_8bit"),
     ("optim.offload_step", lambda value: value != "host", "optim.offload_step: host"),
     ("compile.enabled", lambda value: value, "compile.enabled: false"),
     ("profile.start", lambda value: value is not None, "profile.start: null"),
@@ -141,6 +142,26 @@ def _checkpointing(config: "Config") -> Iterator[Problem]:
             because="unless every n-th layer is checkpointed",
             fix=f"set {mode}: every_n_layers, or leave out every_n",
             others=(mode,),
+        )
+
+
+def _eight_bit(config: "Config") -> Iterator[Problem]:
+    if "8bit" not in config.optim.name:
+        return
+    yield from _no_effect(
+        config,
+        "optim.implementation",
+        because="on 8-bit AdamW, whose step is bitsandbytes' own kernel",
+        fix="leave out optim.implementation",
+        others=("optim.name",),
+    )
+    if config.optim.state_dtype != "fp32":
+        yield Problem(
+            "8-bit AdamW keeps in fp32 what it does not keep in 8 bits: embeddings, norms and biases are too sensitive "
+            "for less",
+            _show(config, "optim.state_dtype", "optim.name"),
+            "leave out optim.state_dtype, or set optim.name: adamw",
+            ("optim.state_dtype", "optim.name"),
         )
 
 

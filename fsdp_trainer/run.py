@@ -31,6 +31,7 @@ from fsdp_trainer.model import (
     place_buffers,
 )
 from fsdp_trainer.optim.adamw import build_adamw, build_parameter_groups
+from fsdp_trainer.optim.eight_bit import choose_8bit, describe_8bit
 from fsdp_trainer.optim.sharded_adamw import ShardedAdamW
 from fsdp_trainer.router_loss import find_router_loss
 from fsdp_trainer.runtime import Runtime, check_precision
@@ -95,7 +96,7 @@ def build_run(config: Config, runtime: Runtime, *, load: bool = True) -> Run:
         if load and not runtime.simulated:
             _fill(model, hf_config, config)
         # 9. The optimizer last: made before sharding it would hold parameters that are no longer the model's.
-        optimizer = _build_optimizer(model, config, sharding)
+        optimizer = _build_optimizer(model, config, sharding, runtime)
         _prepare(runtime, model, optimizer)
         scaler = torch.amp.GradScaler(runtime.device.type) if config.precision == "fp16" else None
         # 10. Dropout differs between ranks and is the same in every rerun; so is whatever else draws numbers.
@@ -158,15 +159,17 @@ def _fill(model: nn.Module, hf_config: Any, config: Config) -> None:
         load_weights(model, config.model.path, revision=config.model.revision)
 
 
-def _build_optimizer(model: nn.Module, config: Config, sharding: Sharding) -> torch.optim.Optimizer:
+def _build_optimizer(model: nn.Module, config: Config, sharding: Sharding, runtime: Runtime) -> torch.optim.Optimizer:
     """Build torch's AdamW where it can do what is asked for, else ours."""
     optim = config.optim
     groups = build_parameter_groups(model, weight_decay=optim.weight_decay, no_decay=optim.no_decay)
     numbers: dict[str, Any] = {"lr": optim.lr, "betas": (optim.betas[0], optim.betas[1]), "eps": optim.eps}
     if config.steps_with_torch:
         return build_adamw(groups, **numbers, implementation=optim.implementation)
+    computes_on = torch.device("cpu") if sharding.offload_params else runtime.device
     return ShardedAdamW(
         groups,
+        eight_bit=choose_8bit(model, device=computes_on) if optim.name == "adamw_8bit" else None,
         **numbers,
         state_dtype=COMPUTE_DTYPES[optim.state_dtype],
         seed=config.train.seed,
@@ -220,6 +223,8 @@ def _facts(
         f"AdamW ({config.optim.implementation}): {decay}",
         *describe_fallback(config.model.attention, model.config),
     ]
+    if isinstance(optimizer, ShardedAdamW) and optimizer.eight_bit is not None:
+        lines += describe_8bit(model, optimizer.eight_bit)
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     if frozen:
         numel = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)

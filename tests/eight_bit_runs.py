@@ -1,4 +1,4 @@
-"""Runs with 8-bit moments on the ranks of a test: which tensors have them, what they weigh, and losses over a resume."""
+"""Runs with 8-bit moments on the ranks of a test: which tensors have them, their bytes, and losses over a resume."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.optim.adamw import named_kinds
+from fsdp_trainer.units import format_count, format_number
 
 if TYPE_CHECKING:
     from fsdp_trainer.optim.sharded_adamw import AdamWStep
@@ -34,20 +35,6 @@ CODES = tuple(f"{moment}_codes" for moment in MOMENTS)
 SCALES = tuple(f"{moment}_absmax" for moment in MOMENTS)
 
 
-def find_8bit(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the trainable parameters whose moments are kept in 8 bits, by name.
-
-    Asked of the whole tensor, so the answer is the same at every world size, stage and offload: matrices of at least
-    4096 elements. Norms and biases are small and sensitive, and an embedding's rare rows make 8-bit moments unstable
-    (arXiv 2110.02861, section 2.3). A head that is tied to the embedding is one.
-    """
-    return [
-        (name, parameter)
-        for name, parameter, kinds in named_kinds(model)
-        if parameter.requires_grad and parameter.numel() >= MIN_NUMEL and kinds == {None}
-    ]
-
-
 @dataclass(frozen=True)
 class Tables:
     """The 256 values that codes count in, fp32: `exp_avg` has signed ones, `exp_avg_sq` none below zero."""
@@ -56,8 +43,46 @@ class Tables:
     exp_avg_sq: torch.Tensor
 
 
+@dataclass(frozen=True)
+class EightBit:
+    """The parameters of a run whose moments are kept in 8 bits, and the tables they share, where the step computes."""
+
+    parameters: frozenset[torch.Tensor]
+    tables: Tables
+
+
+def choose_8bit(model: nn.Module, *, device: torch.device) -> EightBit:
+    """Return the trainable parameters whose moments are kept in 8 bits. ConfigError where bitsandbytes is missing.
+
+    Asked of the whole tensor, so the answer is the same at every world size, stage and offload: matrices of at least
+    4096 elements. Norms and biases are small and sensitive, and an embedding's rare rows make 8-bit moments unstable
+    (arXiv 2110.02861, section 2.3). A head that is tied to the embedding is one.
+    """
+    chosen = (
+        parameter
+        for _, parameter, kinds in named_kinds(model)
+        if parameter.requires_grad and parameter.numel() >= MIN_NUMEL and kinds == {None}
+    )
+    return EightBit(frozenset(chosen), build_tables(device))
+
+
+def describe_8bit(model: nn.Module, chosen: EightBit) -> list[str]:
+    """Return the log's lines about what has 8-bit moments, and what they cost where the step runs on a CPU."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    numel = sum(parameter.numel() for parameter in chosen.parameters)
+    rest = sum(parameter.numel() for parameter in trained) - numel
+    lines = [
+        f"moments in 8 bits: {format_count(numel)} parameters in {format_number(len(chosen.parameters), 'tensor')}; "
+        f"the other {format_number(len(trained) - len(chosen.parameters), 'tensor')} ({format_count(rest)} parameters: "
+        "embeddings, norms, biases and what is small) keep them in fp32"
+    ]
+    if chosen.tables.exp_avg.device.type == "cpu":
+        lines.append("bitsandbytes' 8-bit step is slow on CPU: torch's fused AdamW took a tenth of its time")
+    return lines
+
+
 def build_tables(device: torch.device) -> Tables:
-    """Load bitsandbytes and return its dynamic tables, for all parameters once. ConfigError where it is missing."""
+    """Load bitsandbytes and return its dynamic tables. ConfigError where it is missing."""
     _load_kernels()
     from bitsandbytes.functional import create_dynamic_map
 
@@ -146,15 +171,25 @@ def cut(shape: torch.Size, *, shards: int, index: int = 0) -> ShardLayout:
     return ShardLayout(shards=shards, numel=numel, start=min(index * numel, shape.numel()))
 
 
-def update_8bit(
-    weight: torch.Tensor, grad: torch.Tensor, state: Mapping[str, torch.Tensor], tables: Tables, step: "AdamWStep"
-) -> None:
+def is_8bit(state: Mapping[str, torch.Tensor]) -> bool:
+    """Tell whether a parameter's state has 8-bit moments."""
+    return CODES[0] in state
+
+
+def piece_of(state: Mapping[str, torch.Tensor], part: slice) -> dict[str, torch.Tensor]:
+    """Return the codes and scales of a stretch of a shard, from flat ones of the whole; it starts at a block."""
+    blocks = slice(part.start // BLOCK, -(-part.stop // BLOCK))
+    return {name: state[name][part] for name in CODES} | {name: state[name][blocks] for name in SCALES}
+
+
+def update_8bit(weight: torch.Tensor, grad: torch.Tensor, state: Mapping[str, torch.Tensor], step: "AdamWStep") -> None:
     """Move one piece of a shard in place: `weight`, codes and scales, unless `step.skipped` is 1.
 
-    `weight` and `grad`: fp32 [n]. `state`: the piece's own codes (uint8 [n]) and scales (fp32 [blocks]), cut at a
-    multiple of 256. The kernel knows no verdict on the device, so a copy of the piece is kept meanwhile: 6 bytes an
-    element of the piece.
+    `weight` and `grad`: fp32 [n]. `state`: the piece's own codes (uint8 [n]) and scales (fp32 [blocks]). The kernel
+    takes no verdict from the device, so a copy of the piece is kept meanwhile: 6 bytes an element of the piece.
     """
+    tables = step.tables
+    assert tables is not None, "a run with 8-bit moments has tables"
     moved = (weight, *(state[name] for name in (*CODES, *SCALES)))
     before = [tensor.clone() for tensor in moved]
     torch.ops.bitsandbytes.optimizer_update_8bit_blockwise(

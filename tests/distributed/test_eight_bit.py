@@ -155,7 +155,7 @@ def test_resume_over_other_ranks_goes_on_with_the_same_moments(way: str, model_f
         error = (resumed["moments"][name] - values).abs().max() / values.abs().max()
         assert error <= 0.008, name
         kept += int(error == 0)
-    # Each shard of an MLP's matrix ends with a block in one, two or three parts, of the head in one or two; not in four.
+    # A shard of an MLP's matrix is whole blocks over one, two or three ranks, of the head over one or two.
     assert kept >= {"2_to_3": 24, "1_to_2": 26, "2_to_1": 26}.get(way, 0)
 
 

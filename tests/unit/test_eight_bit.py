@@ -1,4 +1,4 @@
-"""8-bit moments on one process: bitsandbytes' own numbers piece by piece, and what becomes of them in another layout."""
+"""8-bit moments on one process: bitsandbytes' own numbers, piece by piece, and what another layout makes of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tables() -> eight_bit.Tables:
     return eight_bit.build_tables(torch.device("cpu"))
 
 
-def adamw_step(number: int, *, skipped: float = 0.0) -> AdamWStep:
+def adamw_step(number: int, tables: eight_bit.Tables, *, skipped: float = 0.0) -> AdamWStep:
     return AdamWStep(
         lr=1e-3,
         beta1=0.9,
@@ -31,6 +31,7 @@ def adamw_step(number: int, *, skipped: float = 0.0) -> AdamWStep:
         weight_decay=0.1,
         number=number,
         skipped=torch.tensor(skipped),
+        tables=tables,
     )
 
 
@@ -40,14 +41,11 @@ def gradients(numel: int, count: int) -> list[torch.Tensor]:
     return [torch.randn(numel, generator=generator) * 3.0**-index for index in range(count)]
 
 
-def step_in_pieces(
-    weight: torch.Tensor, grad: torch.Tensor, state: dict[str, torch.Tensor], tables: eight_bit.Tables, step: AdamWStep
-) -> None:
-    for begin in range(0, max(1, weight.numel()), PIECE):
-        end = begin + PIECE
-        piece = {name: state[name].view(-1)[begin:end] for name in CODES}
-        piece |= {name: state[name].view(-1)[begin // BLOCK : end // BLOCK] for name in SCALES}
-        eight_bit.update_8bit(weight[begin:end], grad[begin:end], piece, tables, step)
+def step_in_pieces(weight: torch.Tensor, grad: torch.Tensor, state: dict[str, torch.Tensor], step: AdamWStep) -> None:
+    whole = {name: value.view(-1) for name, value in state.items()}
+    for begin in range(0, weight.numel(), PIECE):
+        part = slice(begin, min(begin + PIECE, weight.numel()))
+        eight_bit.update_8bit(weight[part], grad[part], eight_bit.piece_of(whole, part), step)
 
 
 def test_pieces_are_bitwise_what_bitsandbytes_makes_of_the_whole_tensor(tables: eight_bit.Tables) -> None:
@@ -59,7 +57,7 @@ def test_pieces_are_bitwise_what_bitsandbytes_makes_of_the_whole_tensor(tables: 
     for index, grad in enumerate(gradients(numel, 10)):
         theirs.grad = grad.clone()
         optimizer.step()
-        step_in_pieces(ours, grad, state, tables, adamw_step(index + 1))
+        step_in_pieces(ours, grad, state, adamw_step(index + 1, tables))
         their_state = optimizer.state[theirs]
         assert torch.equal(ours, theirs)
         for moment, number in zip(MOMENTS, "12", strict=True):
@@ -71,20 +69,20 @@ def test_pieces_are_bitwise_what_bitsandbytes_makes_of_the_whole_tensor(tables: 
 def test_skipped_step_leaves_every_bit(tables: eight_bit.Tables) -> None:
     weight = torch.randn(5000)
     state = eight_bit.initial_8bit_state(weight)
-    step_in_pieces(weight, torch.randn(5000), state, tables, adamw_step(1))
+    step_in_pieces(weight, torch.randn(5000), state, adamw_step(1, tables))
     before = {name: value.clone() for name, value in (state | {"weight": weight}).items()}
     bad = torch.randn(5000)
     bad[3], bad[4000] = float("inf"), float("nan")
-    step_in_pieces(weight, bad, state, tables, adamw_step(2, skipped=1.0))
+    step_in_pieces(weight, bad, state, adamw_step(2, tables, skipped=1.0))
     assert all(torch.equal(value, before[name]) for name, value in (state | {"weight": weight}).items())
-    step_in_pieces(weight, torch.randn(5000), state, tables, adamw_step(2))
+    step_in_pieces(weight, torch.randn(5000), state, adamw_step(2, tables))
     assert not torch.equal(weight, before["weight"])
 
 
 def test_empty_shard_is_stepped(tables: eight_bit.Tables) -> None:
     weight = torch.empty(0, 48)
     state = {name: torch.empty(0, dtype=torch.uint8) for name in CODES} | {name: torch.zeros(0) for name in SCALES}
-    eight_bit.update_8bit(weight.view(-1), weight.view(-1), state, tables, adamw_step(1))
+    eight_bit.update_8bit(weight.view(-1), weight.view(-1), state, adamw_step(1, tables))
 
 
 class _Model(nn.Module):
@@ -103,7 +101,11 @@ class _Model(nn.Module):
 
 def test_rule_takes_large_matrices_and_no_embedding() -> None:
     matrices = ["matrix.weight", "wide.weight"]
-    found = {tied: [name for name, _ in eight_bit.find_8bit(_Model(tied=tied))] for tied in (False, True)}
+    found = {}
+    for tied in (False, True):
+        model = _Model(tied=tied)
+        chosen = eight_bit.choose_8bit(model, device=torch.device("cpu")).parameters
+        found[tied] = [name for name, parameter in model.named_parameters() if parameter in chosen]
     assert found == {False: [*matrices, "head.weight"], True: matrices}
 
 
