@@ -22,12 +22,13 @@ def losses(run: Any, first: int, last: int) -> list[float]:
     return found
 
 
-def train_and_save(settings: dict[str, Any], saved: int, total: int) -> list[float]:
-    """Train `total` steps, save after `saved` of them, and return the losses from there on."""
+def train_and_save(settings: dict[str, Any], saved: int, total: int) -> dict[str, Any]:
+    """Train `total` steps, save after `saved` of them; return the moments then and the losses from there on."""
     run = runs.build(settings)
     losses(run, 0, saved)
     runs.save(run, saved).wait()
-    return losses(run, saved, total)
+    moments = whole_moments(run)
+    return {"moments": moments, "losses": losses(run, saved, total)}
 
 
 def resume(settings: dict[str, Any], folder: str, total: int) -> dict[str, Any]:
@@ -40,13 +41,6 @@ def resume(settings: dict[str, Any], folder: str, total: int) -> dict[str, Any]:
     progress = runs.load(run, path)
     moments = whole_moments(run)
     return {"moments": moments, "losses": losses(run, progress.step, total)}
-
-
-def moments_after(settings: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Return the moments of a run after some steps."""
-    run = runs.build(settings)
-    losses(run, 0, steps)
-    return whole_moments(run)
 
 
 def whole_moments(run: Any) -> dict[str, Any]:
