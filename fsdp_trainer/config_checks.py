@@ -121,7 +121,7 @@ def _precision(config: "Config") -> Iterator[Problem]:
             "set sharding.reduce_dtype: bf16 or null, or precision: fp16",
             ("sharding.reduce_dtype", "precision"),
         )
-    if config.optim.implementation == "foreach":
+    if config.optim.implementation == "foreach" and config.steps_with_torch:
         # Only the fused kernels take `found_inf` and leave weights and state alone without asking the host.
         for path, value in (("precision", "fp16"), ("train.on_nonfinite", "skip")):
             if setting(config, path) == value:
@@ -166,6 +166,24 @@ def _eight_bit(config: "Config") -> Iterator[Problem]:
 
 
 def _optim(config: "Config") -> Iterator[Problem]:
+    if not config.steps_with_torch:
+        causes = ("precision", "optim.name", "optim.state_dtype", "sharding.offload")
+        causes = tuple(path for path in causes if is_changed(config, path))
+        yield from _no_effect(
+            config,
+            "optim.implementation",
+            because="where the step is not torch's own",
+            fix="leave out optim.implementation",
+            others=causes,
+        )
+    if config.optim.name != "adamw":
+        yield from _no_effect(
+            config,
+            "optim.state_dtype",
+            because="on averages that are kept in 8 bits",
+            fix="set optim.name: adamw, or leave out optim.state_dtype",
+            others=("optim.name",),
+        )
     if config.optim.weight_decay == 0:
         yield from _no_effect(
             config,

@@ -216,7 +216,8 @@ class ShardingConfig(Section):
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = Field(
         default=None,
         description="Number format in which gradients are summed over ranks. null is fp32, which is exact to rounding; "
-        "bf16 halves the traffic and loses about two digits of the gradient.",
+        "bf16 halves the traffic and loses about two digits of the gradient. With precision: bf16_pure gradients are "
+        "also summed over micro-batches and kept in it: 2 bytes a parameter less.",
     )
 
     @model_validator(mode="before")
@@ -304,12 +305,13 @@ class OptimConfig(Section):
     implementation: Literal["fused", "foreach"] = Field(
         default="fused",
         description="torch's AdamW kernels. fused was 4.5 times faster than foreach on CPU and needs no temporaries; "
-        "foreach is there to compare with. fp16 and on_nonfinite: skip need fused.",
+        "foreach is there to compare with. fp16 and on_nonfinite: skip need fused. Where weights or averages are not "
+        "fp32 the step is this program's own.",
     )
     state_dtype: Literal["fp32", "bf16"] = Field(
         default="fp32",
-        description="Number format of AdamW's averages. bf16 (4 bytes a parameter less) needs stochastic rounding to "
-        "learn and comes later.",
+        description="Number format of AdamW's averages, whatever the precision. bf16 is 4 bytes a parameter less; its "
+        "averages are rounded stochastically, as an average rounded to nearest stops following.",
     )
     offload_step: Literal["host", "device"] = Field(
         default="host",

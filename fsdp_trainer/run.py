@@ -203,22 +203,25 @@ def _facts(
     optimizer: torch.optim.Optimizer,
 ) -> tuple[str, ...]:
     total = sum(parameter.numel() for parameter in model.parameters())
-    local = _local_numel(model.parameters())
-    trained = _local_numel(p for p in model.parameters() if p.requires_grad)
+    costs = _bytes_a_parameter(optimizer)
     tensors = [(len(group["params"]), group["weight_decay"] > 0) for group in optimizer.param_groups]
     decayed, rest = (sum(count for count, decays in tensors if decays is wanted) for wanted in (True, False))
     where = f"{format_number(decayed, 'tensor')}, none on {rest}"
     decay = f"weight decay {config.optim.weight_decay:g} on {where}" if decayed else "no decay"
     world = format_number(runtime.world_size, "rank")
-    compute = "" if config.precision == "fp32" else f", {config.precision} compute"
+    weights = {
+        "fp32": "fp32 weights",
+        "bf16_pure": "bf16 weights without masters, rounded stochastically",
+    }.get(config.precision, f"fp32 masters, {config.precision} compute")
     strategy = strategy_name(config.sharding.zero_stage, config.sharding.replicate)
     lines = [
-        f"model {config.model.path}: {format_count(total)} parameters, fp32 masters{compute}, "
+        f"model {config.model.path}: {format_count(total)} parameters, {weights}, "
         f"{config.sharding.reduce_dtype or 'fp32'} reduction, fp32 loss",
         f"sharded {format_number(n_layers, 'decoder layer')} over {world} ({strategy}"
         f"{', parameters offloaded to the host' if config.sharding.offload == 'params' else ''}): "
-        f"{format_bytes(4 * local)} of parameters, {format_bytes(12 * trained)} of gradients and optimizer state "
-        "a rank",
+        f"{format_bytes(_local_bytes(model.parameters()))} of parameters a rank",
+        f"{sum(costs.values()):.4g} bytes a trained parameter: "
+        + ", ".join(f"{name} {size:.4g}" for name, size in costs.items()),
         f"activation checkpointing: {len(recomputed)} of {n_layers} decoder layers are recomputed",
         f"AdamW ({config.optim.implementation}): {decay}",
         *describe_fallback(config.model.attention, model.config),
@@ -233,5 +236,18 @@ def _facts(
     return tuple(lines)
 
 
-def _local_numel(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in parameters)
+def _bytes_a_parameter(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Return what a trained parameter costs at rest, over the ranks, in the order weights, gradients, state."""
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [state for p in trained for state in optimizer.state.get(p, {}).values()]
+    numel = sum(p.numel() for p in trained)
+    return {
+        "weights": sum(p.numel() * p.itemsize for p in trained) / numel,
+        "gradients": sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in trained) / numel,
+        # torch's AdamW makes its two averages in the first step.
+        "optimizer state": sum(s.numel() * s.itemsize for s in states) / numel if states else 8.0,
+    }
+
+
+def _local_bytes(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(getattr(p, "to_local", lambda p=p: p)().nbytes for p in parameters)

@@ -93,12 +93,20 @@ def _forward(run: Run, micro_batch: MicroBatch, scale: torch.Tensor) -> tuple[to
 def _clip_gradients(run: Run) -> torch.Tensor:
     """Scale all gradients down to `max_grad_norm` by their true global norm; return the norm before that."""
     parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    norm = _total_norm([p.grad for p in parameters if p.grad is not None])
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
     if run.config.optim.max_grad_norm:
         torch.nn.utils.clip_grads_with_norm_(parameters, run.config.optim.max_grad_norm, norm)
     return norm.float()
+
+
+def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    if all(gradient.dtype == torch.float32 for gradient in gradients):
+        return torch.nn.utils.get_total_norm(gradients)
+    # The norm of a bf16 tensor comes back in bf16, 0.4 % wide, unless told otherwise.
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def _move_weights(run: Run, grad_norm: torch.Tensor, learning_rate: float, optimizer_step: int) -> torch.Tensor:

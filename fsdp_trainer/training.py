@@ -451,6 +451,11 @@ def _check_length(config: Config, *, total_steps: int, step: int) -> None:
         )
 
 
+def _exports_all(config: Config) -> bool:
+    """Return whether the exported weights are those that trained, to the last bit."""
+    return config.export.dtype == "fp32" or (config.precision == "bf16_pure" and config.export.dtype == "bf16")
+
+
 def _finish(run: Run, session: _Session, progress: Progress) -> None:
     """Save the last state, export the model, and leave the folder complete."""
     config, runtime, data = run.config, run.runtime, session.data
@@ -468,7 +473,7 @@ def _finish(run: Run, session: _Session, progress: Progress) -> None:
         )
         log_line(
             f"model: {exported.folder} ({format_bytes(exported.total_bytes)}, {config.export.dtype}"
-            + ("" if config.export.dtype == "fp32" else ": updates smaller than its rounding are lost, fp32 keeps them")
+            + ("" if _exports_all(config) else ": updates smaller than its rounding are lost, fp32 keeps them")
             + ")",
             is_main=runtime.is_main,
         )

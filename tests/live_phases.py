@@ -81,7 +81,8 @@ def measure(run_settings: dict[str, Any], steps: Sequence[Sequence[Any]]) -> dic
     windows = [step_runs.window_of(run, documents) for documents in steps]
     gc.collect()
     live = LivePhases()
-    for tensor in [*run.model.parameters(), *run.model.buffers()]:
+    state = [tensor for values in run.optimizer.state.values() for tensor in values.values()]  # where it is there yet
+    for tensor in [*run.model.parameters(), *run.model.buffers(), *state]:
         live.count(tensor)
     for window in windows:
         for tensor in tensors_of(window):

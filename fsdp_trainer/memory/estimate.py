@@ -31,6 +31,9 @@ class Recipe:
         return self.weights + self.gradients + self.optimizer_state
 
 
+# Elements that ShardedAdamW (optim/sharded_adamw.py) takes at once: 16 MiB in fp32, enough to fill a GPU and small
+# beside a layer; a multiple of the blocks below.
+STEP_PIECE = 2**22
 # Block-wise states: one byte (or half) an element and one fp32 scale a block, for two averages. bitsandbytes 0.50 and
 # torchao 0.18: 8-bit blocks of 256; torchao 4-bit blocks of 128.
 ADAMW_8BIT_STATE = 2 * (1 + 4 / 256)

@@ -10,7 +10,7 @@ Peaks inside a layer are taken at three points of its backward. Bytes are per ra
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from fsdp_trainer.memory.estimate import RECIPES, LossMemory, Recipe, estimate_loss
+from fsdp_trainer.memory.estimate import RECIPES, STEP_PIECE, LossMemory, Recipe, estimate_loss
 from fsdp_trainer.memory.estimate_model import (
     Attention,
     ModelShape,
@@ -39,6 +39,7 @@ class StepSettings:
     reshard_after_forward: int | None = None
     offload_params: bool = False
     recipe: Recipe = RECIPES["bf16"]
+    piece_bytes: int = 0  # an element of the piece that the optimizer widens for a moment
     compute_bytes: int = 2
     reduce_bytes: int = 4
     checkpointing: str = "full"
@@ -368,6 +369,7 @@ class _Step:
         # foreach goes through one parameter group at a time: what decays, and the rest, nearly all of it the embedding.
         table = self.shape.vocab * self.shape.hidden / settings.shards * self.resident
         ledger.spike("step", temporaries=max(table, local - table) * settings.recipe.step)
+        ledger.spike("step", temporaries=min(STEP_PIECE, table) * settings.piece_bytes)
         ledger.change("step", gradients=-ledger.alive["gradients"])
 
     def evaluate(self) -> None:

@@ -42,6 +42,8 @@ def estimate_host(
     data_workers: int = 2,
     exports: bool = True,
     export_bytes: int = 2,
+    weights_bytes: float = 4.0,
+    gradients_bytes: float = 4.0,
     optimizer_bytes: float = 8.0,
     largest_tensor: int = 0,
 ) -> HostMemory:
@@ -53,9 +55,10 @@ def estimate_host(
     `random_init` builds the whole model in fp32 in every process, for tests.
     """
     processes = gpus_per_node * process_bytes
-    weights = 4 * parameters // shards
+    weights = round(weights_bytes * parameters) // shards
+    gradients = round(gradients_bytes * parameters) // shards
     state = round(optimizer_bytes * parameters) // shards
-    offloaded = gpus_per_node * (2 * weights + state) if offload_params else 0
+    offloaded = gpus_per_node * (weights + gradients + state) if offload_params else 0
     loading = 4 * parameters if random_init else LOADING_BYTES
     loaded = gpus_per_node * (loading + (weights if offload_params else 0))
     saved = gpus_per_node * (weights + state) if async_save else gpus_per_node * 4 * largest_tensor // shards

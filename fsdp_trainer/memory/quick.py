@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdp_trainer.config import Config
 from fsdp_trainer.errors import ConfigError
-from fsdp_trainer.memory.estimate import GIB, RECIPES
+from fsdp_trainer.memory.estimate import GIB, Recipe
 from fsdp_trainer.memory.estimate_model import Attention, ModelShape, count_parameters, read_model_shape
 from fsdp_trainer.memory.estimate_step import StepSettings, Timeline, estimate_step, find_peak, phase_peaks
 from fsdp_trainer.memory.hardware import Hardware, read_overheads
@@ -16,7 +16,7 @@ from fsdp_trainer.memory.host import HostMemory, estimate_host
 from fsdp_trainer.memory.ledger import PHASES
 from fsdp_trainer.units import format_bytes, format_count
 
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "bf16_pure": 2}
 # A run needs at least what is allocated and, in the published cases that were replayed, up to 16 % more capacity for
 # what the allocator cannot use. Between the two the closed form does not decide.
 ALLOCATOR_MARGIN = 1.16
@@ -87,7 +87,6 @@ def format_quick(result: dict[str, Any]) -> str:
 def step_settings(config: Config, shape: ModelShape, *, ranks: int, capability: float) -> StepSettings:
     """Return what a step's memory depends on of `config` on `ranks` GPUs of one compute capability."""
     sharding, checkpointing = config.sharding, config.activation_checkpointing
-    foreach = "_foreach" if config.optim.implementation == "foreach" else ""
     return StepSettings(
         ranks=ranks,
         seq_len=config.data.seq_len,
@@ -97,7 +96,8 @@ def step_settings(config: Config, shape: ModelShape, *, ranks: int, capability: 
         replicate=sharding.replicate,
         reshard_after_forward=sharding.reshard_after_forward,
         offload_params=sharding.offload == "params",
-        recipe=RECIPES[("fp32" if config.precision == "fp32" else "bf16") + foreach],
+        recipe=recipe_of(config),
+        piece_bytes=_piece_bytes(config),
         compute_bytes=_BYTES[config.precision],
         reduce_bytes=_BYTES[sharding.reduce_dtype or "fp32"],
         checkpointing=checkpointing.mode,
@@ -111,6 +111,28 @@ def step_settings(config: Config, shape: ModelShape, *, ranks: int, capability: 
     )
 
 
+def recipe_of(config: Config) -> Recipe:
+    """Return the bytes a parameter that the settings cost."""
+    weights = 2 if config.precision == "bf16_pure" else 4
+    compute = _BYTES[config.precision]
+    return Recipe(
+        weights=weights,
+        gradients=max(weights, _BYTES[config.sharding.reduce_dtype or "fp32"]),
+        optimizer_state=2 * _BYTES[config.optim.state_dtype],
+        step=4 if config.optim.implementation == "foreach" else 0,
+        compute=0 if compute == weights else compute,
+    )
+
+
+def _piece_bytes(config: Config) -> int:
+    """Return the bytes an element of optim/sharded_adamw.py's piece: what is widened, and what rounding takes."""
+    recipe = recipe_of(config)
+    averages = 8 if config.optim.state_dtype == "bf16" else 0
+    gradient = 4 if averages and recipe.gradients < 4 else 0
+    widened = (4 if recipe.weights < 4 else 0) + averages + gradient
+    return widened + 10 if widened else 0  # noise and absolute values in four bytes each, two masks
+
+
 def _read(config: Config, hardware: Hardware) -> tuple[ModelShape, StepSettings]:
     if config.model.freeze:
         raise ConfigError(
@@ -118,9 +140,11 @@ def _read(config: Config, hardware: Hardware) -> tuple[ModelShape, StepSettings]
             values=f"model.freeze: {list(config.model.freeze)}",
             fix="leave out --quick: the full simulation freezes them as a run does",
         )
-    if config.precision == "bf16" and not hardware.bf16_flops:
+    if config.precision.startswith("bf16") and not hardware.bf16_flops:
         raise ConfigError(
-            "This GPU only emulates bf16.", values=f"precision: bf16, {hardware}", fix="set precision: fp16"
+            "This GPU only emulates bf16.",
+            values=f"precision: {config.precision}, {hardware}",
+            fix="set precision: fp16",
         )
     shape = read_model_shape(config.model.path)
     return shape, step_settings(config, shape, ranks=hardware.count, capability=hardware.capability)
@@ -133,6 +157,9 @@ def _host(config: Config, hardware: Hardware, shape: ModelShape, settings: StepS
         gpus_per_node=hardware.gpus_per_node,
         shards=settings.shards,
         offload_params=settings.offload_params,
+        weights_bytes=settings.recipe.weights,
+        gradients_bytes=settings.recipe.gradients,
+        optimizer_bytes=settings.recipe.optimizer_state,
         random_init=config.model.init == "random",
         async_save=config.checkpoint.async_save,
         data_workers=config.data.workers,

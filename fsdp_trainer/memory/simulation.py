@@ -14,9 +14,9 @@ GIB = 2**30
 KNOWN: Mapping[str, frozenset[Any]] = {
     "optim.name": frozenset({"adamw"}),
     "optim.implementation": frozenset({"fused", "foreach"}),
-    "optim.state_dtype": frozenset({"fp32"}),
+    "optim.state_dtype": frozenset({"fp32", "bf16"}),
     "sharding.offload": frozenset({"none", "params"}),
-    "precision": frozenset({"fp32", "bf16", "fp16"}),
+    "precision": frozenset({"fp32", "bf16", "fp16", "bf16_pure"}),
     "activation_checkpointing.mode": frozenset({"none", "full", "every_n_layers"}),
     "activation_checkpointing.offload": frozenset({False}),
     "loss.kind": frozenset({"chunked", "plain"}),

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from fsdp_trainer.memory.estimate import STEP_PIECE
 from fsdp_trainer.optim.eight_bit import EightBit, Tables, initial_8bit_state, is_8bit, piece_of, update_8bit
 from fsdp_trainer.optim.stochastic_rounding import round_stochastically_, seeded_generator
 
-PIECE = 2**22  # elements; 16 MiB in fp32: large enough to fill a GPU, small beside a layer. A multiple of 256
+PIECE = STEP_PIECE
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"sharding": {"reduce_dtype": "bf16"}, "precision": "bf16", "model": {"freeze": ["model.layers.0"]}},
     ),
+    "pure-bf16": ("llama", {"precision": "bf16_pure", "activation_checkpointing": FULL}),
+    "pure-bf16-stage1-bf16-state": (
+        "qwen3",
+        {
+            "sharding": {"zero_stage": 1, "reduce_dtype": "bf16"},
+            "precision": "bf16_pure",
+            "optim": {"state_dtype": "bf16"},
+            "batch": {"global_batch_size": 12, "micro_batch_size": 2},
+        },
+    ),
+    "bf16-state-offload": (
+        "llama_tied",
+        {"sharding": {"offload": "params"}, "precision": "bf16", "optim": {"state_dtype": "bf16"}},
+    ),
     "moe": ("mixtral", {"precision": "bf16"}),
     "moe-router": ("qwen3_moe_router", {"activation_checkpointing": FULL}),
 }
@@ -60,6 +74,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 FOUR_RANKS = {
     "hybrid": ("llama", {"sharding": {"replicate": 2}, "batch": {"global_batch_size": 24, "micro_batch_size": 2}}),
     "reshard2": ("llama", {"sharding": {"reshard_after_forward": 2}, "precision": "bf16"}),
+    "hybrid-pure-bf16": ("llama", {"sharding": {"replicate": 2}, "precision": "bf16_pure"}),
 }
 
 
