@@ -28,7 +28,6 @@ def find_conflicts(config: "Config") -> list[Problem]:
         _sharding,
         _precision,
         _checkpointing,
-        _eight_bit,
         _optim,
         _schedule,
         _data,
@@ -142,26 +141,6 @@ def _checkpointing(config: "Config") -> Iterator[Problem]:
             because="unless every n-th layer is checkpointed",
             fix=f"set {mode}: every_n_layers, or leave out every_n",
             others=(mode,),
-        )
-
-
-def _eight_bit(config: "Config") -> Iterator[Problem]:
-    if "8bit" not in config.optim.name:
-        return
-    yield from _no_effect(
-        config,
-        "optim.implementation",
-        because="on 8-bit AdamW, whose step is bitsandbytes' own kernel",
-        fix="leave out optim.implementation",
-        others=("optim.name",),
-    )
-    if config.optim.state_dtype != "fp32":
-        yield Problem(
-            "8-bit AdamW keeps in fp32 what it does not keep in 8 bits: embeddings, norms and biases are too sensitive "
-            "for less",
-            _show(config, "optim.state_dtype", "optim.name"),
-            "leave out optim.state_dtype, or set optim.name: adamw",
-            ("optim.state_dtype", "optim.name"),
         )
 
 

@@ -114,6 +114,7 @@ class _Step:
         self.ledger = _Ledger()
         self.gather_buffer = self.reduce_buffer = 0.0
         self.resident = 0.0 if settings.offload_params else 1.0
+        self.state = state_bytes(shape, settings.recipe) / settings.shards * self.resident
         table, tied = shape.vocab * shape.hidden, shape.tied
         self.dense_first = shape.dense_layers
         self.layers = [
@@ -353,19 +354,12 @@ class _Step:
         self.ledger.change("backward", communication_buffers=-self.reduce_buffer)
         self.reduce_buffer = 0.0
 
-    def state_bytes(self) -> float:
-        """The optimizer's state of this rank; embeddings, norms and biases may have another one than matrices."""
-        recipe, matrices = self.settings.recipe, count_matrices(self.shape)
-        of_vectors = recipe.optimizer_state if recipe.vector_state is None else recipe.vector_state
-        whole = matrices * recipe.optimizer_state + (count_parameters(self.shape) - matrices) * of_vectors
-        return whole / self.settings.shards * self.resident
-
     def finish(self) -> None:
         settings, ledger = self.settings, self.ledger
         local = count_parameters(self.shape) / settings.shards * self.resident
         ledger.change("clip")
         if not ledger.alive["optimizer_state"]:
-            ledger.change("step", optimizer_state=self.state_bytes())
+            ledger.change("step", optimizer_state=self.state)
         # foreach goes through one parameter group at a time: what decays, and the rest, nearly all of it the embedding.
         table = self.shape.vocab * self.shape.hidden / settings.shards * self.resident
         ledger.spike("step", temporaries=max(table, local - table) * settings.recipe.step)
@@ -415,7 +409,7 @@ def estimate_step(shape: ModelShape, settings: StepSettings) -> Timeline:
     """
     step = _Step(shape, settings)
     step.load()
-    step.ledger.change("forward", optimizer_state=step.state_bytes())
+    step.ledger.change("forward", optimizer_state=step.state)
     count = min(settings.micro_batches, 2)
     for index in range(count):
         step.micro_batch(index=index, is_last=index == count - 1)
@@ -424,6 +418,13 @@ def estimate_step(shape: ModelShape, settings: StepSettings) -> Timeline:
         step.evaluate()
     step.save()
     return step.ledger.moments
+
+
+def state_bytes(shape: ModelShape, recipe: Recipe) -> float:
+    """Return the whole optimizer's state; embeddings, norms and biases may have another one than matrices."""
+    matrices = count_matrices(shape)
+    of_vectors = recipe.optimizer_state if recipe.vector_state is None else recipe.vector_state
+    return matrices * recipe.optimizer_state + (count_parameters(shape) - matrices) * of_vectors
 
 
 def phase_peaks(timeline: Timeline) -> dict[str, int]:

@@ -8,9 +8,9 @@ from typing import Any
 
 from fsdp_trainer.config import Config
 from fsdp_trainer.errors import ConfigError
-from fsdp_trainer.memory.estimate import GIB, Recipe
+from fsdp_trainer.memory.estimate import ADAMW_8BIT_STATE, GIB, Recipe
 from fsdp_trainer.memory.estimate_model import Attention, ModelShape, count_parameters, read_model_shape
-from fsdp_trainer.memory.estimate_step import StepSettings, Timeline, estimate_step, find_peak, phase_peaks
+from fsdp_trainer.memory.estimate_step import StepSettings, Timeline, estimate_step, find_peak, phase_peaks, state_bytes
 from fsdp_trainer.memory.hardware import Hardware, read_overheads
 from fsdp_trainer.memory.host import HostMemory, estimate_host
 from fsdp_trainer.memory.ledger import PHASES
@@ -115,21 +115,29 @@ def recipe_of(config: Config) -> Recipe:
     """Return the bytes a parameter that the settings cost."""
     weights = 2 if config.precision == "bf16_pure" else 4
     compute = _BYTES[config.precision]
+    averages = 2 * _BYTES[config.optim.state_dtype]
     return Recipe(
         weights=weights,
         gradients=max(weights, _BYTES[config.sharding.reduce_dtype or "fp32"]),
-        optimizer_state=2 * _BYTES[config.optim.state_dtype],
+        optimizer_state=ADAMW_8BIT_STATE if _is_8bit(config) else averages,
+        vector_state=averages,
         step=4 if config.optim.implementation == "foreach" else 0,
         compute=0 if compute == weights else compute,
     )
+
+
+def _is_8bit(config: Config) -> bool:
+    return "8bit" in config.optim.name
 
 
 def _piece_bytes(config: Config) -> int:
     """Return the bytes an element of optim/sharded_adamw.py's piece: what is widened, and what rounding takes."""
     recipe = recipe_of(config)
     averages = 8 if config.optim.state_dtype == "bf16" else 0
-    gradient = 4 if averages and recipe.gradients < 4 else 0
+    gradient = 4 if (averages or _is_8bit(config)) and recipe.gradients < 4 else 0
     widened = (4 if recipe.weights < 4 else 0) + averages + gradient
+    if _is_8bit(config):  # a copy of weight and codes, gone before the rounding
+        return widened + (10 if recipe.weights < 4 else 6)
     return widened + 10 if widened else 0  # noise and absolute values in four bytes each, two masks
 
 
@@ -159,7 +167,7 @@ def _host(config: Config, hardware: Hardware, shape: ModelShape, settings: StepS
         offload_params=settings.offload_params,
         weights_bytes=settings.recipe.weights,
         gradients_bytes=settings.recipe.gradients,
-        optimizer_bytes=settings.recipe.optimizer_state,
+        optimizer_bytes=state_bytes(shape, settings.recipe) / count_parameters(shape),
         random_init=config.model.init == "random",
         async_save=config.checkpoint.async_save,
         data_workers=config.data.workers,

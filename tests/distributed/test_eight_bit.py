@@ -144,7 +144,12 @@ def test_resume_over_other_ranks_goes_on_with_the_same_moments(way: str, model_f
     before, after, then, now = ELASTIC[way]
     first, second = (
         settings(
-            model_folder("llama"), "unused.jsonl", tmp_path / name, optim=OPTIM, sharding=sharding, batch=batch(world, 1)
+            model_folder("llama"),
+            "unused.jsonl",
+            tmp_path / name,
+            optim=OPTIM,
+            sharding=sharding,
+            batch=batch(world, 1),
         )
         for name, sharding, world in (("first", then, before), ("second", now, after))
     )
