@@ -31,7 +31,7 @@ from fsdp_trainer.model import (
     place_buffers,
 )
 from fsdp_trainer.optim.adamw import build_adamw, build_parameter_groups
-from fsdp_trainer.optim.eight_bit import choose_8bit, describe_8bit
+from fsdp_trainer.optim.eight_bit import choose_8bit, describe_8bit, load_kernels
 from fsdp_trainer.optim.sharded_adamw import ShardedAdamW
 from fsdp_trainer.router_loss import find_router_loss
 from fsdp_trainer.runtime import Runtime, check_precision
@@ -64,7 +64,7 @@ def build_run(config: Config, runtime: Runtime, *, load: bool = True) -> Run:
     Raises ConfigError or CheckpointError for a model that cannot be trained, before any memory is taken on the device.
     """
     # 1. Refuse what the hardware or the model cannot do while nothing is allocated.
-    check_precision(config.precision, runtime.device)
+    _check_machine(config, runtime)
     # 2. Parameters on meta: no rank ever holds the whole model. They rest in fp32 unless the run is purely bf16.
     hf_config, model, parts = _build_meta(config)
     check_decoder(model, parts, packing=config.data.packing, seq_len=config.data.seq_len)
@@ -125,7 +125,7 @@ def check_model(config: Config, runtime: Runtime) -> None:
 
     For before the data are prepared, which may take hours.
     """
-    check_precision(config.precision, runtime.device)
+    _check_machine(config, runtime)
     _, model, parts = _build_meta(config)
     check_decoder(model, parts, packing=config.data.packing, seq_len=config.data.seq_len)
     check_layer_class(runtime.launched_with, type(parts.layers[0]).__name__)
@@ -134,6 +134,12 @@ def check_model(config: Config, runtime: Runtime) -> None:
     apply_freezing(model, config.model.freeze)
     if config.model.init == "pretrained":
         plan_loading(model, find_folder(config.model.path, revision=config.model.revision))
+
+
+def _check_machine(config: Config, runtime: Runtime) -> None:
+    check_precision(config.precision, runtime.device)
+    if config.optim.name != "adamw":
+        load_kernels()
 
 
 def _shard(model: nn.Module, parts: ModelParts, config: Config, runtime: Runtime) -> Sharding:
@@ -223,7 +229,7 @@ def _facts(
         f"{sum(costs.values()):.4g} bytes a trained parameter: "
         + ", ".join(f"{name} {size:.4g}" for name, size in costs.items()),
         f"activation checkpointing: {len(recomputed)} of {n_layers} decoder layers are recomputed",
-        f"AdamW ({config.optim.implementation}): {decay}",
+        f"AdamW ({config.optim.implementation if config.steps_with_torch else 'on local shards'}): {decay}",
         *describe_fallback(config.model.attention, model.config),
     ]
     if isinstance(optimizer, ShardedAdamW) and optimizer.eight_bit is not None:

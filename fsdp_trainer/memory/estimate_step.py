@@ -39,6 +39,7 @@ class StepSettings:
     reshard_after_forward: int | None = None
     offload_params: bool = False
     recipe: Recipe = RECIPES["bf16"]
+    state_when_built: bool = False  # torch's AdamW makes its state in the first step, ours before
     piece_bytes: int = 0  # an element of the piece that the optimizer widens for a moment
     compute_bytes: int = 2
     reduce_bytes: int = 4
@@ -387,8 +388,8 @@ class _Step:
         shape, settings = self.shape, self.settings
         largest = max(shape.vocab * shape.hidden, _expert_tensors(shape)) if settings.exports else 0
         size = largest * settings.export_bytes
-        gathered = size + size / settings.shards if settings.shards > 1 else size
-        self.ledger.spike("save", temporaries=gathered)
+        cast = size / settings.shards if settings.export_bytes != settings.recipe.weights else 0
+        self.ledger.spike("save", temporaries=cast + (size if settings.shards > 1 else 0))
 
 
 def _mlp_share(shape: ModelShape) -> float:
@@ -409,7 +410,8 @@ def estimate_step(shape: ModelShape, settings: StepSettings) -> Timeline:
     """
     step = _Step(shape, settings)
     step.load()
-    step.ledger.change("forward", optimizer_state=step.state)
+    made = "load" if settings.state_when_built else "forward"
+    step.ledger.change(made, optimizer_state=step.state)
     count = min(settings.micro_batches, 2)
     for index in range(count):
         step.micro_batch(index=index, is_last=index == count - 1)

@@ -97,6 +97,7 @@ def step_settings(config: Config, shape: ModelShape, *, ranks: int, capability: 
         reshard_after_forward=sharding.reshard_after_forward,
         offload_params=sharding.offload == "params",
         recipe=recipe_of(config),
+        state_when_built=not config.steps_with_torch,
         piece_bytes=_piece_bytes(config),
         compute_bytes=_BYTES[config.precision],
         reduce_bytes=_BYTES[sharding.reduce_dtype or "fp32"],

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests import eight_bit_runs, live_phases, models, reference, training_runs
+from tests import checkpoint_runs, eight_bit_runs, live_phases, models, reference, training_runs
 from tests.ranks import run_ranks
 from tests.training_runs import settings
 
@@ -139,22 +139,37 @@ ELASTIC = {
 SAVED, TOTAL = 4, 24
 
 
+Saved = Callable[[int, dict[str, Any]], tuple[Path, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def saved_by(model_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Return a function of (ranks, sharding) that trains and saves, once each; gives the folder and what rank 0 saw."""
+    made: dict[str, tuple[Path, dict[str, Any]]] = {}
+
+    def get(world: int, sharding: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
+        key = f"{world} {sharding}"
+        if key not in made:
+            folder = tmp_path_factory.mktemp("saved")
+            run = elastic_settings(model_folder("llama"), folder, world, sharding)
+            made[key] = folder, run_ranks(eight_bit_runs.train_and_save, world, run, SAVED, TOTAL)[0]
+        return made[key]
+
+    return get
+
+
+def elastic_settings(model: str, folder: Path, world: int, sharding: dict[str, Any]) -> dict[str, Any]:
+    return settings(model, "unused.jsonl", folder, optim=OPTIM, sharding=sharding, batch=batch(world, 1))
+
+
 @pytest.mark.parametrize("way", ELASTIC)
-def test_resume_over_other_ranks_goes_on_with_the_same_moments(way: str, model_folder: Folder, tmp_path: Path) -> None:
+def test_resume_over_other_ranks_goes_on_with_the_same_moments(
+    way: str, saved_by: Saved, model_folder: Folder, tmp_path: Path
+) -> None:
     before, after, then, now = ELASTIC[way]
-    first, second = (
-        settings(
-            model_folder("llama"),
-            "unused.jsonl",
-            tmp_path / name,
-            optim=OPTIM,
-            sharding=sharding,
-            batch=batch(world, 1),
-        )
-        for name, sharding, world in (("first", then, before), ("second", now, after))
-    )
-    straight = run_ranks(eight_bit_runs.train_and_save, before, first, SAVED, TOTAL)[0]
-    resumed = run_ranks(eight_bit_runs.resume, after, second, str(tmp_path / "first"), TOTAL)[0]
+    folder, straight = saved_by(before, then)
+    run = elastic_settings(model_folder("llama"), tmp_path, after, now)
+    resumed = run_ranks(eight_bit_runs.resume, after, run, str(folder), TOTAL)[0]
     assert resumed["losses"] == pytest.approx(straight["losses"], rel=1e-3)
     saved = straight["moments"]
     assert saved.keys() == resumed["moments"].keys() and len(saved) == 2 * 13
@@ -165,6 +180,42 @@ def test_resume_over_other_ranks_goes_on_with_the_same_moments(way: str, model_f
         kept += int(error == 0)
     # A shard of an MLP's matrix is whole blocks over one, two or three ranks, of the head over one or two.
     assert kept >= {"2_to_3": 24, "1_to_2": 26, "2_to_1": 26}.get(way, 0)
+
+
+def test_tensors_shorter_than_the_ranks_come_back_bitwise(tmp_path: Path) -> None:
+    """Three rows over four ranks: one has none, and no shard is a whole number of blocks."""
+    model = run_ranks(save_flat_model, 1, str(tmp_path / "model"))[0]
+    config = elastic_settings(model, tmp_path, 4, {})
+    straight = run_ranks(checkpoint_runs.train_and_save, 4, config, 3, 2, False)
+    resumed = run_ranks(checkpoint_runs.resume_and_train, 4, config, 3)
+    for rank in range(4):
+        assert checkpoint_runs.differing(straight[rank]["at_save"], resumed[rank]["loaded"]) == []
+        assert checkpoint_runs.differing(straight[rank]["end"], resumed[rank]["end"]) == []
+    codes = "optim.model.layers.0.mlp.gate_proj.weight.exp_avg_codes"
+    assert len({rank["at_save"][codes] for rank in straight}) == 4
+    whole = run_ranks(eight_bit_runs.resume, 3, elastic_settings(model, tmp_path / "three", 3, {}), str(tmp_path), 4)
+    assert all(math.isfinite(loss) for loss in whole[0]["losses"])
+
+
+def save_flat_model(folder: str) -> str:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=models.VOCAB_SIZE,
+        hidden_size=1402,
+        intermediate_size=3,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=2,
+        max_position_embeddings=64,
+        pad_token_id=models.PAD,
+        eos_token_id=models.EOS,
+        bos_token_id=None,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    models.build_tokenizer().save_pretrained(folder)
+    return folder
 
 
 # Bytes

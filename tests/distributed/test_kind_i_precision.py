@@ -1,6 +1,6 @@
 """Precision (reports I): fp32 masters whatever the source and the compute dtype, so that small updates move weights.
 
-Entries 67, 68, 70 and 72. Pure bf16 with stochastic rounding comes with that setting.
+Entries 67, 68, 70 and 72. Pure bf16 with stochastic rounding: test_pure_bf16.py.
 """
 
 from __future__ import annotations

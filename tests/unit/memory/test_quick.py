@@ -86,6 +86,8 @@ def test_verdicts(tmp_path: Path) -> None:
         ({"sharding__offload": "params"}, False),
         ({"sharding__reduce_dtype": "bf16"}, False),
         ({"data__packing": False}, False),
+        ({"precision": "bf16_pure"}, False),
+        ({"optim__state_dtype": "bf16"}, False),
     ],
 )
 def test_settings_move_the_peak_the_right_way(tmp_path: Path, settings: dict[str, Any], larger: bool) -> None:
@@ -105,6 +107,16 @@ TRACED = {
     "no_checkpoints": (
         *("llama-2-7b", 6, "8xA100-80GB"),
         {"data__packing": False, "activation_checkpointing__mode": "none"},
+    ),
+    "pure_bf16": ("llama-2-7b", 6, "4xA100-80GB", {"data__packing": False, "precision": "bf16_pure"}),
+    "pure_bf16_all": (
+        *("qwen3-0.6b", 6, "A100-80GB"),
+        {
+            "data__packing": False,
+            "precision": "bf16_pure",
+            "sharding__reduce_dtype": "bf16",
+            "optim__state_dtype": "bf16",
+        },
     ),
     "offload": ("llama-2-7b", 6, "4xA100-80GB", {"data__packing": False, "sharding__offload": "params"}),
 }
