@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 from fsdp_trainer.agreement import all_true, gather_from_all, is_main, run_on_all, run_on_main
 from fsdp_trainer.checkpoint_folder import checkpoint_path, make_empty, prune, publish
+from fsdp_trainer.checkpoint_layouts import regroup_moments, scales_of_other_layouts
 from fsdp_trainer.checkpoint_manifest import FORMAT, Best, Progress, read_state
 from fsdp_trainer.checkpoint_rng import derive_rng, restore_rng, rng_tensors
 from fsdp_trainer.checkpoint_search import refuse_damage
@@ -339,14 +340,16 @@ def load_checkpoint(
     _create_optimizer_state(optimizer)
     tensors = training_tensors(model, optimizer)
     frozen = {f"model.{name}" for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    stored = run_on_main(lambda: _read_matching_tensors(path, tensors, frozen=frozen), process_group=process_group)
+    stored, others = run_on_main(lambda: _check_tensors(path, tensors, frozen=frozen), process_group=process_group)
+    scales = {name: torch.empty(shape, dtype=torch.float32) for name, shape in others.items()}
     rng = rng_tensors(device)
-    fits = state["world_size"] == _world_size() and rng.keys() <= stored.keys()
+    fits = state["world_size"] == _world_size() and rng.keys() <= stored
     fits = all_true(fits, process_group=process_group)
     progress = Progress(**state["progress"])
     for name in [name for name in tensors if _is_count(name) and name not in stored]:
         tensors.pop(name).fill_(progress.optimizer_steps)
-    _read(path, tensors | (rng if fits else {}), _sizes(state), process_group)
+    _read(path, tensors | scales | (rng if fits else {}), _sizes(state), process_group)
+    regroup_moments(tensors, scales)
     send_masters(optimizer)
     if scaler is not None:
         scaler.load_state_dict(state["scaler"])
@@ -405,22 +408,30 @@ def _read_matching_state(path: Path, scaler: Any) -> dict[str, Any]:
     return state
 
 
-def _read_matching_tensors(path: Path, tensors: Mapping[str, torch.Tensor], *, frozen: Set[str]) -> dict[str, Any]:
-    """Return shape and dtype of everything stored, after comparing model and optimizer entries with `tensors`.
+def _check_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], *, frozen: Set[str]
+) -> tuple[set[str], dict[str, torch.Size]]:
+    """Compare the stored entries of model and optimizer with `tensors`, or raise CheckpointError.
 
-    A `frozen` weight rests in the dtype it computes in where the optimizer is offloaded, so its dtype may differ.
+    Returns the names of everything stored, and the shapes of 8-bit scales that belong to another number of shards. A
+    `frozen` weight rests in the dtype it computes in where the optimizer is offloaded, so its dtype may differ.
     """
     stored = _stored_tensors(path)
     wanted = {name: _describe(t.shape, t.dtype) for name, t in tensors.items() if not _is_count(name)}
-    entries = {name: text for name, text in stored.items() if not name.startswith("rng.") and not _is_count(name)}
+    entries = {
+        name: _describe(e.size, e.properties.dtype)
+        for name, e in stored.items()
+        if not name.startswith("rng.") and not _is_count(name)
+    }
     for name in frozen & entries.keys() & wanted.keys():
         wanted[name] = wanted[name].rpartition(" ")[0] + " " + entries[name].rpartition(" ")[2]
+    elsewhere = scales_of_other_layouts(tensors, stored)
     wrong = [f"{name} is missing" for name in sorted(wanted.keys() - entries.keys())]
     wrong += [f"{name} is not in this run" for name in sorted(entries.keys() - wanted.keys())]
     wrong += [
         f"{name} is {entries[name]}, {text} in this run"
         for name, text in wanted.items()
-        if name in entries and entries[name] != text
+        if name in entries and entries[name] != text and name not in elsewhere
     ]
     if wrong:
         raise CheckpointError(
@@ -428,17 +439,13 @@ def _read_matching_tensors(path: Path, tensors: Mapping[str, torch.Tensor], *, f
             values=f"{path}: {'; '.join(wrong[:5])}" + (f"; {len(wrong) - 5} more" if len(wrong) > 5 else ""),
             fix="resume with the model, the precision and the trained parameters it was saved with",
         )
-    return stored
+    return set(stored), elsewhere
 
 
-def _stored_tensors(path: Path) -> dict[str, str]:
-    """Return shape and dtype of every tensor in the checkpoint at `path`, by name."""
+def _stored_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
+    """Return shape, dtype and parts of every tensor in the checkpoint at `path`, by name."""
     entries = read_table(path, _sizes(read_state(path))).state_dict_metadata
-    return {
-        name: _describe(entry.size, entry.properties.dtype)
-        for name, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
 
 def _describe(shape: torch.Size, dtype: torch.dtype) -> str:

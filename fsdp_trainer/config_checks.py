@@ -75,7 +75,7 @@ _LATER: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "activation_checkpointing.mode: full or every_n_layers",
     ),
     ("activation_checkpointing.offload", lambda value: value, "activation_checkpointing.offload: false"),
-    ("optim.name", lambda value: value != "adamw", "optim.name: adamw"),
+    ("optim.name", lambda value: value == "paged_adamw_8bit", "optim.name: adamw_8bit"),
     ("compile.enabled", lambda value: value, "compile.enabled: false"),
     ("profile.start", lambda value: value is not None, "profile.start: null"),
     ("rehearse", lambda value: value is True, "rehearse: auto or false"),

@@ -31,6 +31,7 @@ from fsdp_trainer.model import (
     place_buffers,
 )
 from fsdp_trainer.optim.adamw import build_adamw, build_parameter_groups
+from fsdp_trainer.optim.eight_bit import choose_8bit, describe_8bit, load_kernels
 from fsdp_trainer.optim.host_gradients import HostGradients
 from fsdp_trainer.optim.masters import send_masters, trained_weights
 from fsdp_trainer.optim.offloaded_adamw import OffloadedAdamW
@@ -81,7 +82,7 @@ def build_run(config: Config, runtime: Runtime, *, load: bool = True) -> Run:
     Raises ConfigError or CheckpointError for a model that cannot be trained, before any memory is taken on the device.
     """
     # 1. Refuse what the hardware or the model cannot do while nothing is allocated.
-    check_precision(config.precision, runtime.device)
+    _check_machine(config, runtime)
     # 2. Parameters on meta: no rank ever holds the whole model. They rest in fp32 unless the masters are elsewhere.
     hf_config, model, parts = _build_meta(config)
     check_decoder(model, parts, packing=config.data.packing, seq_len=config.data.seq_len)
@@ -145,7 +146,7 @@ def check_model(config: Config, runtime: Runtime) -> None:
 
     For before the data are prepared, which may take hours.
     """
-    check_precision(config.precision, runtime.device)
+    _check_machine(config, runtime)
     _, model, parts = _build_meta(config)
     check_decoder(model, parts, packing=config.data.packing, seq_len=config.data.seq_len)
     check_layer_class(runtime.launched_with, type(parts.layers[0]).__name__)
@@ -154,6 +155,12 @@ def check_model(config: Config, runtime: Runtime) -> None:
     apply_freezing(model, config.model.freeze)
     if config.model.init == "pretrained":
         plan_loading(model, find_folder(config.model.path, revision=config.model.revision))
+
+
+def _check_machine(config: Config, runtime: Runtime) -> None:
+    check_precision(config.precision, runtime.device)
+    if config.optim.name != "adamw":
+        load_kernels()
 
 
 def _shard(model: nn.Module, parts: ModelParts, config: Config, runtime: Runtime) -> Sharding:
@@ -189,12 +196,15 @@ def _build_optimizer(model: nn.Module, config: Config, sharding: Sharding, runti
     numbers: dict[str, Any] = {"lr": optim.lr, "betas": (optim.betas[0], optim.betas[1]), "eps": optim.eps}
     if config.steps_with_torch:
         return build_adamw(groups, **numbers, implementation=optim.implementation)
+    on_host = sharding.offload_params or (sharding.host_gradients and optim.offload_step == "host")
+    computes_on = torch.device("cpu") if on_host else runtime.device
     numbers |= {
         "state_dtype": COMPUTE_DTYPES[optim.state_dtype],
         "seed": config.train.seed,
         "shard": sharding.shard,
+        "eight_bit": choose_8bit(model, device=computes_on) if optim.name == "adamw_8bit" else None,
     }
-    if config.sharding.offload != "optimizer":
+    if not sharding.host_gradients:
         return ShardedAdamW(groups, **numbers)
     pure = config.precision == "bf16_pure"
     return OffloadedAdamW(
@@ -209,7 +219,7 @@ def _build_optimizer(model: nn.Module, config: Config, sharding: Sharding, runti
         ),
         master_dtype=None if pure else torch.float32,
         device=runtime.device,
-        on_device=optim.offload_step == "device",
+        on_device=not on_host,
     )
 
 
@@ -259,10 +269,12 @@ def _facts(
         f"{sum(costs.values()):.4g} bytes a trained parameter: "
         + ", ".join(f"{name} {size:.4g}" for name, size in costs.items()),
         f"activation checkpointing: {len(recomputed)} of {n_layers} decoder layers are recomputed",
-        f"AdamW ({config.optim.implementation}): {decay}",
+        f"AdamW ({config.optim.implementation if config.steps_with_torch else 'on local shards'}): {decay}",
         *_offload_facts(config, optimizer),
         *describe_fallback(config.model.attention, model.config),
     ]
+    if isinstance(optimizer, ShardedAdamW | OffloadedAdamW) and optimizer.eight_bit is not None:
+        lines += describe_8bit(model, optimizer.eight_bit)
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     if frozen:
         numel = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)

@@ -82,6 +82,8 @@ def measure(run_settings: dict[str, Any], steps: Sequence[Sequence[Any]]) -> dic
     gc.collect()
     live = LivePhases()
     state = [tensor for values in run.optimizer.state.values() for tensor in values.values()]  # where it is there yet
+    eight_bit = getattr(run.optimizer, "eight_bit", None)
+    state += vars(eight_bit.tables).values() if eight_bit else ()
     gradients = run.host_gradients.tensors() if run.host_gradients is not None else ()
     for tensor in [*run.model.parameters(), *run.model.buffers(), *state, *gradients]:
         live.count(tensor)

@@ -15,6 +15,7 @@ class Recipe:
     """Bytes a parameter: weights at rest, gradients, optimizer state, and what the optimizer's step adds for a moment.
 
     `compute` is the copy in compute dtype that exists only while gathered; 0 where the weights themselves are used.
+    `vector_state`: the state of embeddings, norms and biases where it is another one; None where it is not.
     """
 
     weights: float
@@ -22,6 +23,7 @@ class Recipe:
     optimizer_state: float
     step: float
     compute: float
+    vector_state: float | None = None
 
     @property
     def total(self) -> float:

@@ -16,6 +16,7 @@ from fsdp_trainer.memory.estimate_model import (
     ModelShape,
     count_final_norm,
     count_layer_parameters,
+    count_matrices,
     count_parameters,
     count_positions,
     layer_activation_bytes,
@@ -120,6 +121,7 @@ class _Step:
         self.ledger = _Ledger()
         self.gather_buffer = self.reduce_buffer = 0.0
         self.resident = 0.0 if settings.offload_params else 1.0
+        self.state = state_bytes(shape, settings.recipe) / settings.shards * self.resident
         table, tied = shape.vocab * shape.hidden, shape.tied
         self.dense_first = shape.dense_layers
         self.layers = [
@@ -388,7 +390,7 @@ class _Step:
         if settings.offload_optimizer:
             ledger.change("clip", gradients=-ledger.alive["gradients"])
         if not ledger.alive["optimizer_state"]:
-            ledger.change("step", optimizer_state=local * settings.recipe.optimizer_state)
+            ledger.change("step", optimizer_state=self.state)
         # foreach goes through one parameter group at a time: what decays, and the rest, nearly all of it the embedding.
         table = self.shape.vocab * self.shape.hidden / settings.shards * self.resident
         ledger.spike("step", temporaries=max(table, local - table) * settings.recipe.step)
@@ -439,9 +441,8 @@ def estimate_step(shape: ModelShape, settings: StepSettings) -> Timeline:
     """
     step = _Step(shape, settings)
     step.load()
-    local = count_parameters(shape) / settings.shards * step.resident
     made = "load" if settings.state_when_built else "forward"
-    step.ledger.change(made, optimizer_state=local * settings.recipe.optimizer_state)
+    step.ledger.change(made, optimizer_state=step.state)
     count = min(settings.micro_batches, 2)
     for index in range(count):
         step.micro_batch(index=index, is_last=index == count - 1)
@@ -450,6 +451,13 @@ def estimate_step(shape: ModelShape, settings: StepSettings) -> Timeline:
         step.evaluate()
     step.save()
     return step.ledger.moments
+
+
+def state_bytes(shape: ModelShape, recipe: Recipe) -> float:
+    """Return the whole optimizer's state; embeddings, norms and biases may have another one than matrices."""
+    matrices = count_matrices(shape)
+    of_vectors = recipe.optimizer_state if recipe.vector_state is None else recipe.vector_state
+    return matrices * recipe.optimizer_state + (count_parameters(shape) - matrices) * of_vectors
 
 
 def phase_peaks(timeline: Timeline) -> dict[str, int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdp_trainer.config import Config
 from fsdp_trainer.errors import ConfigError
-from fsdp_trainer.memory.estimate import GIB, Recipe
+from fsdp_trainer.memory.estimate import ADAMW_8BIT_STATE, GIB, Recipe
 from fsdp_trainer.memory.estimate_model import (
     Attention,
     ModelShape,
@@ -16,7 +16,7 @@ from fsdp_trainer.memory.estimate_model import (
     count_parameters,
     read_model_shape,
 )
-from fsdp_trainer.memory.estimate_step import StepSettings, Timeline, estimate_step, find_peak, phase_peaks
+from fsdp_trainer.memory.estimate_step import StepSettings, Timeline, estimate_step, find_peak, phase_peaks, state_bytes
 from fsdp_trainer.memory.hardware import Hardware, read_overheads
 from fsdp_trainer.memory.host import HostMemory, estimate_host
 from fsdp_trainer.memory.ledger import PHASES
@@ -123,10 +123,12 @@ def recipe_of(config: Config) -> Recipe:
     """Return the bytes a parameter that the settings cost."""
     weights = 2 if config.precision == "bf16_pure" else 4
     compute = _BYTES[config.precision]
+    averages = 2 * _BYTES[config.optim.state_dtype]
     return Recipe(
         weights=weights,
         gradients=max(weights, _BYTES[config.sharding.reduce_dtype or "fp32"]),
-        optimizer_state=2 * _BYTES[config.optim.state_dtype],
+        optimizer_state=ADAMW_8BIT_STATE if _is_8bit(config) else averages,
+        vector_state=averages,
         step=4 if config.optim.implementation == "foreach" else 0,
         compute=0 if compute == weights else compute,
     )
@@ -142,13 +144,20 @@ def _on_device(config: Config) -> Recipe:
     return Recipe(weights=compute, gradients=reduced, optimizer_state=0, step=0, compute=0)
 
 
+def _is_8bit(config: Config) -> bool:
+    return "8bit" in config.optim.name
+
+
 def _piece_bytes(config: Config) -> int:
     """Return the bytes an element of optim/sharded_adamw.py's piece: what is widened, and what rounding takes."""
     recipe = recipe_of(config)
     averages = 8 if config.optim.state_dtype == "bf16" else 0
-    gradient = 4 if averages and recipe.gradients < 4 else 0
+    gradient = 4 if (averages or _is_8bit(config)) and recipe.gradients < 4 else 0
     widened = (4 if recipe.weights < 4 else 0) + averages + gradient
-    widened += 10 if widened else 0  # noise and absolute values in four bytes each, two masks
+    if _is_8bit(config):  # a copy of weight and codes, gone before the rounding
+        widened += 10 if recipe.weights < 4 else 6
+    elif widened:
+        widened += 10  # noise and absolute values in four bytes each, two masks
     if config.sharding.offload != "optimizer":
         return widened
     # On the device two pieces of everything are there at once: optim/offloaded_adamw.py.
@@ -184,7 +193,7 @@ def _host(config: Config, hardware: Hardware, shape: ModelShape, settings: StepS
         landing_bytes=_landing(config, shape, settings),
         weights_bytes=recipe.weights,
         gradients_bytes=recipe.gradients,
-        optimizer_bytes=recipe.optimizer_state,
+        optimizer_bytes=state_bytes(shape, recipe) / count_parameters(shape),
         random_init=config.model.init == "random",
         async_save=config.checkpoint.async_save,
         data_workers=config.data.workers,

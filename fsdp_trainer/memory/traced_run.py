@@ -164,6 +164,8 @@ def _mark_as_they_come(run: Run, trace: MemoryTrace) -> None:
     def mark_state(*_: object) -> None:
         for state in run.optimizer.state.values():
             trace.mark((value for value in state.values() if isinstance(value, torch.Tensor)), "optimizer_state")
+        if eight_bit := getattr(run.optimizer, "eight_bit", None):
+            trace.mark(vars(eight_bit.tables).values(), "optimizer_state")
 
     run.optimizer.register_step_pre_hook(mark_gradients)
     run.optimizer.register_step_post_hook(mark_state)

@@ -36,7 +36,7 @@ def build_parameter_groups(model: nn.Module, *, weight_decay: float, no_decay: S
         False: {"params": [], "names": [], "weight_decay": 0.0},
     }
     unmatched = {entry for entry in no_decay if entry not in _KINDS}
-    for name, parameter, kinds in _named_kinds(model):
+    for name, parameter, kinds in named_kinds(model):
         hits = {entry for entry in no_decay if entry in kinds or (entry not in _KINDS and entry in name)}
         unmatched -= hits
         if parameter.requires_grad:
@@ -52,7 +52,7 @@ def build_parameter_groups(model: nn.Module, *, weight_decay: float, no_decay: S
     return [group for group in groups.values() if group["params"]]
 
 
-def _named_kinds(model: nn.Module) -> list[tuple[str, nn.Parameter, set[str | None]]]:
+def named_kinds(model: nn.Module) -> list[tuple[str, nn.Parameter, set[str | None]]]:
     """Return each parameter once, under its first name, with the kinds of every module that holds it."""
     found: dict[int, tuple[str, nn.Parameter, set[str | None]]] = {}
     for prefix, module in model.named_modules():

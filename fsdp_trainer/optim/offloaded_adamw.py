@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_trainer.optim.eight_bit import BLOCK, SCALES, EightBit
 from fsdp_trainer.optim.host_gradients import HostGradients
 from fsdp_trainer.optim.masters import MASTER
 from fsdp_trainer.optim.sharded_adamw import PIECE, AdamWStep, create_averages, flat, pieces, update
 from fsdp_trainer.optim.stochastic_rounding import seeded_generator
 from fsdp_trainer.optim.transfers import Arrival, Lane, host_like, pin
 
-_BLOCK = 256  # elements that share a scale in 8-bit averages; pieces hold whole blocks
 State = Mapping[str, torch.Tensor]
 
 
@@ -43,12 +43,13 @@ class OffloadedAdamW(torch.optim.Optimizer):
         state_dtype: torch.dtype,
         seed: int,
         shard: int,
+        eight_bit: EightBit | None,
         device: torch.device,
         on_device: bool,
     ) -> None:
         super().__init__([dict(group) for group in groups], {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.gradients = gradients
-        self._master_dtype, self._state_dtype = master_dtype, state_dtype
+        self._master_dtype, self._state_dtype, self.eight_bit = master_dtype, state_dtype, eight_bit
         self._seed, self._shard, self._device = seed, shard, device
         self._mover = _DeviceStep(device) if on_device else _HostStep(device)
         self._where = device if on_device else torch.device("cpu")
@@ -58,7 +59,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """Make every parameter's state, masters without values; after Accelerate's `prepare`, which would copy it."""
         for parameter in self._parameters():
             master = host_like(parameter, self._master_dtype or parameter.dtype)
-            self.state[parameter] = {MASTER: master, **create_averages(master, self._state_dtype)}
+            in_8bit = self.eight_bit is not None and parameter in self.eight_bit.parameters
+            averages = create_averages(master, self._state_dtype, in_8bit=in_8bit)
+            self.state[parameter] = {MASTER: master, **averages}
             if self._where.type == "cuda":
                 self.is_pinned &= pin(flat(value) for value in self.state[parameter].values())
 
@@ -91,6 +94,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 weight_decay=group["weight_decay"],
                 number=self.optimizer_step + 1,
                 skipped=skipped,
+                tables=self.eight_bit.tables if self.eight_bit else None,
             )
             for parameter in group["params"]:
                 if parameter in self.gradients:
@@ -165,7 +169,7 @@ class _DeviceStep:
         for part in pieces(weight.numel()):
             self._turn = 1 - self._turn
             self._wait()
-            homes = {key: _cut(value, part, numel=master.numel()) for key, value in state.items()}
+            homes = {key: value[_blocks(part) if key in SCALES else part] for key, value in state.items()}
             homes[MASTER] = master[part]
             here = {key: self._bring(key, home) for key, home in homes.items()}
             grad = self._bring("gradient", total[part])
@@ -179,7 +183,8 @@ class _DeviceStep:
     def _bring(self, key: str, home: torch.Tensor) -> torch.Tensor:
         name = self._turn, key, home.dtype
         if name not in self._rooms:
-            self._rooms[name] = torch.empty(PIECE, dtype=home.dtype, device=self._device)
+            size = PIECE // BLOCK if key in SCALES else PIECE
+            self._rooms[name] = torch.empty(size, dtype=home.dtype, device=self._device)
         room = self._rooms[name][: home.numel()]
         self._incoming.copy(room, home)
         return room
@@ -197,8 +202,6 @@ class _DeviceStep:
         self._rooms.clear()
 
 
-def _cut(value: torch.Tensor, part: slice, *, numel: int) -> torch.Tensor:
-    """Return what belongs to a piece: of an elementwise tensor, or of the scales of 8-bit blocks."""
-    if value.numel() == numel:
-        return value[part]
-    return value[part.start // _BLOCK : -(-part.stop // _BLOCK)]
+def _blocks(part: slice) -> slice:
+    """Return which scales belong to a piece, which begins with a block."""
+    return slice(part.start // BLOCK, -(-part.stop // BLOCK))

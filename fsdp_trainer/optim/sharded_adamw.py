@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp_trainer.memory.estimate import STEP_PIECE
+from fsdp_trainer.optim.eight_bit import EightBit, Tables, initial_8bit_state, is_8bit, piece_of, update_8bit
 from fsdp_trainer.optim.stochastic_rounding import round_stochastically_, seeded_generator
 
 PIECE = STEP_PIECE
@@ -22,7 +23,7 @@ class AdamWStep:
     """One step's numbers for a group of parameters.
 
     number: this optimizer step, counted from 1, for the bias correction. skipped: fp32 scalar on the computing device;
-    1 leaves weights and averages as they are.
+    1 leaves weights and averages as they are. tables: what 8-bit averages count in, on the same device.
     """
 
     lr: float
@@ -32,6 +33,7 @@ class AdamWStep:
     weight_decay: float
     number: int
     skipped: torch.Tensor
+    tables: Tables | None = None
 
 
 def pieces(numel: int) -> Iterator[slice]:
@@ -66,8 +68,10 @@ def update_fp32(
     )
 
 
-def create_averages(parameter: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return AdamW's two averages before the first step, sharded as the parameter is."""
+def create_averages(parameter: torch.Tensor, dtype: torch.dtype, *, in_8bit: bool = False) -> dict[str, torch.Tensor]:
+    """Return AdamW's two averages before the first step, sharded as the parameter is: in `dtype`, or in 8 bits."""
+    if in_8bit:
+        return initial_8bit_state(parameter)
     return {key: torch.zeros_like(parameter, dtype=dtype, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
 
 
@@ -93,9 +97,10 @@ class ShardedAdamW(torch.optim.Optimizer):
         state_dtype: torch.dtype,
         seed: int,
         shard: int,
+        eight_bit: EightBit | None = None,
     ) -> None:
         super().__init__(list(groups), {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self._state_dtype = state_dtype
+        self._state_dtype, self.eight_bit = state_dtype, eight_bit
         self._seed, self._shard = seed, shard
 
     def create_state(self) -> None:
@@ -105,7 +110,8 @@ class ShardedAdamW(torch.optim.Optimizer):
         """
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter] = create_averages(parameter, self._state_dtype)
+                in_8bit = self.eight_bit is not None and parameter in self.eight_bit.parameters
+                self.state[parameter] = create_averages(parameter, self._state_dtype, in_8bit=in_8bit)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -126,6 +132,7 @@ class ShardedAdamW(torch.optim.Optimizer):
                 weight_decay=group["weight_decay"],
                 number=self.optimizer_step + 1,
                 skipped=skipped,
+                tables=self.eight_bit.tables if self.eight_bit else None,
             )
             for parameter in (p for p in group["params"] if p.grad is not None):
                 state = {key: flat(value) for key, value in self.state[parameter].items()}
@@ -159,6 +166,9 @@ def _update_averages(
     step: AdamWStep,
     generator: torch.Generator | None,
 ) -> None:
+    if is_8bit(state):
+        update_8bit(weight, grad, piece_of(state, part), step)
+        return
     kept = [state[key][part] for key in ("exp_avg", "exp_avg_sq")]
     wide = [average.float() for average in kept]
     update_fp32(weight, grad, *wide, step=step)

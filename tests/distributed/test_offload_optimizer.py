@@ -109,6 +109,16 @@ ALIKE: dict[str, tuple[int, str, dict[str, Any], float]] = {
         {"precision": "bf16_pure", "batch": {"global_batch_size": 8, "micro_batch_size": 4}},
         1e-2,
     ),
+    "8 bits": (
+        2,
+        "llama",
+        {
+            "precision": "bf16",
+            "optim": {"name": "adamw_8bit"},
+            "batch": {"global_batch_size": 8, "micro_batch_size": 4},
+        },
+        1e-3,
+    ),
 }
 
 
@@ -165,15 +175,19 @@ def resumes(plain: dict[str, Any], offloaded: dict[str, Any], folder: str) -> di
     return {"differing": checkpoint_runs.differing(straight, cut), "entries": len(straight), "furthest": furthest}
 
 
-@pytest.mark.parametrize(("precision", "where"), [("bf16", "host"), ("bf16_pure", "device")])
-def test_resume(precision: str, where: str, model_folder: Folder, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("precision", "name", "where"),
+    [("bf16", "adamw", "host"), ("bf16_pure", "adamw", "device"), ("bf16", "adamw_8bit", "device")],
+)
+def test_resume(precision: str, name: str, where: str, model_folder: Folder, tmp_path: Path) -> None:
     """Bitwise in itself; and a run may be offloaded between two checkpoints and not before and after."""
     sections: dict[str, Any] = {"batch": {"global_batch_size": 8, "micro_batch_size": 2}, "precision": precision}
+    sections["optim"] = {"name": name}
     made = both(model_folder("llama_tied"), tmp_path, **sections)
     got = run_ranks(resumes, 2, made["none"], made[where], str(tmp_path), timeout=200)
     for rank in got:
         assert rank["differing"] == [] and rank["entries"] > 30
-        assert rank["furthest"] < (1e-6 if precision == "bf16" else 2e-2)
+        assert rank["furthest"] < {"bf16": 1e-6, "bf16_pure": 2e-2}[precision]
 
 
 def test_pinning_that_fails_is_no_error() -> None:

@@ -83,6 +83,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "llama_tied",
         {"sharding": {"offload": "params"}, "precision": "bf16", "optim": {"state_dtype": "bf16"}},
     ),
+    "8bit": ("llama", {"optim": {"name": "adamw_8bit"}}),
+    "8bit-pure-bf16-stage1": (
+        "qwen3_tied",
+        {
+            "sharding": {"zero_stage": 1, "reduce_dtype": "bf16"},
+            "precision": "bf16_pure",
+            "optim": {"name": "adamw_8bit"},
+            "batch": {"global_batch_size": 12, "micro_batch_size": 2},
+        },
+    ),
+    "8bit-offload-fp16-frozen": (
+        "llama",
+        {
+            "sharding": {"offload": "params"},
+            "precision": "fp16",
+            "optim": {"name": "adamw_8bit"},
+            "model": {"freeze": ["model.layers.0"]},
+        },
+    ),
     "moe": ("mixtral", {"precision": "bf16"}),
     "moe-router": ("qwen3_moe_router", {"activation_checkpointing": FULL}),
 }
@@ -110,12 +129,13 @@ FOUR_RANKS = {
             "batch": {"global_batch_size": 16, "micro_batch_size": 2},
         },
     ),
+    "hybrid-8bit": ("llama", {"sharding": {"replicate": 2}, "precision": "bf16", "optim": {"name": "adamw_8bit"}}),
     "hybrid-pure-bf16": ("llama", {"sharding": {"replicate": 2}, "precision": "bf16_pure"}),
 }
 
 
 # Where the last rank is simulated too: its rows are shorter, and its shards where nothing divides evenly.
-BOTH_ENDS = ("stage3-packed-bf16-full", "moe", "gpt2-dropout-full")
+BOTH_ENDS = ("hybrid-8bit", "stage3-packed-bf16-full", "moe", "gpt2-dropout-full")
 Case = tuple[dict[str, Any], Any]
 
 

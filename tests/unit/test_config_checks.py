@@ -25,7 +25,6 @@ def error_of(overrides: dict[str, Any]) -> str:
 LATER = [
     {"activation_checkpointing.mode": "selective"},
     {"activation_checkpointing.offload": True},
-    {"optim.name": "adamw_8bit"},
     {"optim.name": "paged_adamw_8bit"},
     {"compile.enabled": True},
     {"profile.start": 10},
@@ -62,6 +61,8 @@ def test_what_comes_later_is_refused_by_name(overrides: dict[str, Any]) -> None:
         ({"activation_checkpointing.every_n": 2}, ["activation_checkpointing.every_n", "every_n_layers"]),
         ({"activation_checkpointing": {"every_n": 2, "mode": "none"}}, ["activation_checkpointing.every_n"]),
         ({"optim.no_decay": ["norm"]}, ["optim.no_decay", "optim.weight_decay"]),
+        ({"optim": {"name": "adamw_8bit", "implementation": "foreach"}}, ["optim.implementation", "optim.name"]),
+        ({"optim": {"name": "adamw_8bit", "state_dtype": "bf16"}}, ["optim.state_dtype", "optim.name"]),
         ({"loss": {"kind": "plain", "chunk_tokens": 8}}, ["loss.chunk_tokens", "loss.kind"]),
         ({"schedule": {"warmup_steps": 5, "warmup_ratio": 0.1}}, ["schedule.warmup_ratio", "schedule.warmup_steps"]),
         ({"schedule": {"name": "constant", "min_lr_ratio": 0.5}}, ["schedule.min_lr_ratio", "schedule.name"]),

@@ -1,4 +1,4 @@
-"""Every way of starting a run turns expandable segments on before torch allocates, unless the user has said otherwise."""
+"""Every way of starting a run turns expandable segments on before torch allocates, unless the user chose otherwise."""
 
 from __future__ import annotations
 
