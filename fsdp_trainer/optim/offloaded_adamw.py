@@ -52,7 +52,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._master_dtype, self._state_dtype, self.eight_bit = master_dtype, state_dtype, eight_bit
         self._seed, self._shard, self._device = seed, shard, device
         self._mover = _DeviceStep(device) if on_device else _HostStep(device)
-        self._where = device if on_device else torch.device("cpu")
+        # By its plain name: a CPU rank's device has an index, and a tensor that is "moved" to cpu:0 is copied.
+        self._where = device if on_device and device.type != "cpu" else torch.device("cpu")
         self.is_pinned = gradients.is_pinned
 
     def create_state(self) -> None:
