@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What one CUDA GPU can show: parity of a few rows, then measured peak memory and tokens per second.
-# Under 6 minutes. Run it in a checkout on the GPU machine; it needs torch, transformers and accelerate there.
+# Under 9 minutes. Run it in a checkout on the GPU machine; it needs torch, transformers and accelerate there.
 #   benchmarks/gpu_check.sh [output folder]
 # A machine without an index takes the rest from wheels/ in the checkout, filled beforehand by
 #   pip download -d wheels pydantic ruamel.yaml typer rich xxhash psutil pytest pytest-timeout
@@ -20,6 +20,6 @@ fi
 print('torch', torch.__version__, 'transformers', transformers.__version__, 'accelerate', accelerate.__version__)"
 } | tee "$out/machine.txt"
 failed=0
-timeout 200 "$python" -m pytest tests/gpu -q -p no:cacheprovider 2>&1 | tee "$out/tests.txt" || failed=1
-timeout 150 "$python" -m benchmarks.gpu 2>&1 | tee "$out/measured.txt" || failed=1
+timeout 240 "$python" -m pytest tests/gpu -q -p no:cacheprovider 2>&1 | tee "$out/tests.txt" || failed=1
+timeout 280 "$python" -m benchmarks.gpu 2>&1 | tee "$out/measured.txt" || failed=1
 exit "$failed"
