@@ -295,7 +295,7 @@ def test_what_transformers_keeps_in_fp32_stays_so(tmp_path: Path) -> None:
 
 
 def spoiled(run_settings: dict[str, Any], rows: Rows) -> list[tuple[float, bool]]:
-    """Take three steps, the second with an infinite gradient on one rank; return (skipped, anything changed) of each."""
+    """Take three steps, the second with an infinite gradient on a rank; return (skipped, anything changed) of each."""
     from fsdp_trainer.checkpoint import training_tensors
     from fsdp_trainer.step import train_step
 
