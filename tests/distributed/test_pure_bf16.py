@@ -25,10 +25,10 @@ def rows_of(count: int, seed: int = 12) -> Rows:
     return [[document] for document in models.make_records(count, seed=seed)[1]]
 
 
-def settings(model: str, folder: Path, *, rows: int = 8, **sections: Any) -> dict[str, Any]:
+def settings(path: str, folder: Path, /, *, rows: int = 8, **sections: Any) -> dict[str, Any]:
     """Return the settings of a tiny run of steps over `rows` rows."""
     batch = {"global_batch_size": rows, "micro_batch_size": 2}
-    return training_runs.settings(model, "unused.jsonl", folder, **{"batch": batch, **sections})
+    return training_runs.settings(path, "unused.jsonl", folder, **{"batch": batch, **sections})
 
 
 def save_narrow(source: str, target: Path) -> str:
@@ -43,12 +43,12 @@ def save_narrow(source: str, target: Path) -> str:
 # Gradients
 
 
-def gradients_of(run_settings: dict[str, Any], rows: Rows, heeds_torch_alone: bool) -> dict[str, Any]:
+def gradients_of(run_settings: dict[str, Any], rows: Rows, torch_alone: bool) -> dict[str, Any]:
     """Take a step; return the whole gradients after clipping, the norm before, and the shards' own dtypes."""
     from fsdp_trainer import sharding
     from fsdp_trainer.step import train_step
 
-    if heeds_torch_alone:
+    if torch_alone:
         sharding.keep_reduced_gradients = lambda unit, dtype: None  # this rank's process ends with the test
     run, dtypes = step_runs.build(run_settings), set()
     run.optimizer.register_step_pre_hook(
@@ -57,6 +57,10 @@ def gradients_of(run_settings: dict[str, Any], rows: Rows, heeds_torch_alone: bo
     with step_runs.captured_gradients(run) as gradients:
         output = train_step(run, step_runs.window_of(run, rows), learning_rate=1e-3, optimizer_step=0)
     return {"gradients": gradients, "norm": output.grad_norm.item(), "dtypes": dtypes, "facts": run.facts}
+
+
+def gradients_of_both(runs: list[dict[str, Any]], rows: Rows) -> list[dict[str, Any]]:
+    return [gradients_of(run_settings, rows, False) for run_settings in runs]
 
 
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -77,11 +81,11 @@ def test_gradients_are_those_of_masters_to_the_bit(mesh: str, model_folder: Fold
     """From the same weights, over two micro-batches, clipped: reduced, summed and kept in fp32 in both."""
     world, sharding = MESHES[mesh]
     model = run_ranks(save_narrow, 1, model_folder("llama"), tmp_path / "model")[0]
-    found = []
-    for precision in ("bf16", "bf16_pure"):
-        run = settings(model, tmp_path, rows=4 * world, precision=precision, sharding=sharding)
-        found.append(run_ranks(gradients_of, world, run, rows_of(4 * world), False)[0])
-    masters, pure = found
+    runs = [
+        settings(model, tmp_path, rows=4 * world, precision=precision, sharding=sharding)
+        for precision in ("bf16", "bf16_pure")
+    ]
+    masters, pure = run_ranks(gradients_of_both, world, runs, rows_of(4 * world))[0]
     assert pure["dtypes"] == masters["dtypes"] == {"torch.float32"}
     assert pure["norm"] == masters["norm"] > 1.0, "clipping must act"
     assert all(torch.equal(pure["gradients"][name], gradient) for name, gradient in masters["gradients"].items())
@@ -93,11 +97,8 @@ def test_gradients_are_those_of_masters_to_the_bit(mesh: str, model_folder: Fold
 def test_gradients_in_bf16_by_choice(stage: int, model_folder: Folder, tmp_path: Path) -> None:
     """Kept in bf16; their norm is summed in fp32 all the same, and clips them to what was asked for."""
     sharding = {"zero_stage": stage, "reduce_dtype": "bf16"}
-    found = [
-        run_ranks(gradients_of, 2, settings(model_folder("llama"), tmp_path, sharding=s, **PURE), rows_of(8), False)[0]
-        for s in (sharding, {"zero_stage": stage})
-    ]
-    narrow, wide = found
+    runs = [settings(model_folder("llama"), tmp_path, sharding=s, **PURE) for s in (sharding, {"zero_stage": stage})]
+    narrow, wide = run_ranks(gradients_of_both, 2, runs, rows_of(8))[0]
     assert narrow["dtypes"] == {"torch.bfloat16"}
     assert narrow["norm"] == pytest.approx(wide["norm"], rel=2e-3)
     assert narrow["norm"] != float(torch.tensor(narrow["norm"]).bfloat16()), "the norm itself came out in bf16"
@@ -109,7 +110,8 @@ def test_gradients_in_bf16_by_choice(stage: int, model_folder: Folder, tmp_path:
 def test_torch_alone_would_round_the_gradients(model_folder: Folder, tmp_path: Path) -> None:
     """When this fails FSDP2 heeds a parameter's grad_dtype, and `patches.keep_reduced_gradients` can go."""
     run = settings(model_folder("llama"), tmp_path, **PURE)
-    assert run_ranks(gradients_of, 1, run, rows_of(8), True)[0]["dtypes"] == {"torch.bfloat16"}
+    with pytest.raises(RuntimeError, match="gradient with dtype 'c10::BFloat16' to a tensor with grad_dtype 'Float'"):
+        run_ranks(gradients_of, 1, run, rows_of(8), True)
 
 
 # Learning
@@ -124,9 +126,9 @@ def save_wide(folder: str) -> str:
     torch.manual_seed(5)
     config = LlamaConfig(
         vocab_size=models.VOCAB_SIZE,
-        hidden_size=1024,
+        hidden_size=512,
         intermediate_size=16,
-        num_hidden_layers=8,
+        num_hidden_layers=4,
         num_attention_heads=2,
         num_key_value_heads=2,
         head_dim=8,
@@ -138,19 +140,27 @@ def save_wide(folder: str) -> str:
     return folder
 
 
-def movements(run_settings: dict[str, Any], rows: Rows, lr: float, nearest: bool) -> dict[str, torch.Tensor]:
+def movements(run_settings: dict[str, Any], rows: Rows, lr: float) -> dict[str, torch.Tensor]:
     """Take steps at a constant rate; return how far every weight has come."""
-    from fsdp_trainer.optim import sharded_adamw
     from fsdp_trainer.step import train_step
 
-    if nearest:
-        sharded_adamw.round_stochastically_ = lambda target, source, generator: target.copy_(source)
     run = step_runs.build(run_settings)
     before = step_runs.parameters(run)
     windows = [step_runs.window_of(run, rows, step=step) for step in range(2)]
     for step in range(STEPS):
         train_step(run, windows[step % 2], learning_rate=lr, optimizer_step=step)
     return {name: after.double() - before[name].double() for name, after in step_runs.parameters(run).items()}
+
+
+def compare_movements(ways: list[dict[str, Any]], rows: Rows, lr: float) -> tuple[list[dict[str, float]], list[str]]:
+    """Return each way's shares of the first's movement, and the norms that nearest rounding moves in the last way."""
+    from fsdp_trainer.optim import sharded_adamw
+
+    masters, *others = [movements(way, rows, lr) for way in ways]
+    sharded_adamw.round_stochastically_ = lambda target, source, generator: target.copy_(source)
+    nearest = movements(ways[-1], rows, lr)
+    moved = [name for name, tensor in nearest.items() if kind_of(name) == "norm" and tensor.any()]
+    return [pooled(other, masters) for other in others], moved
 
 
 def kind_of(name: str) -> str:
@@ -174,23 +184,28 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return run_ranks(save_wide, 1, str(tmp_path_factory.mktemp("wide")))[0]
 
 
-@pytest.mark.parametrize("lr", [1e-5, 1e-4])
+# At 1e-5 a norm weight moves by a sixteenth of its grid in all 50 steps: of one run's 4608 norm weights the mean is
+# known to 6 %, so two seeds are pooled.
+SEEDS = {1e-5: (7, 8), 1e-4: (7,)}
+
+
+@pytest.mark.parametrize("lr", SEEDS)
+@pytest.mark.timeout(400)
 def test_every_kind_of_weight_moves_as_masters_do(lr: float, wide_model: str, tmp_path: Path) -> None:
     """By 0.9 to 1.1 of the fp32-master run's movement over 50 steps, pooled by kind, norms included."""
-    rows = rows_of(8)
-
-    def trained(nearest: bool = False, **sections: Any) -> dict[str, torch.Tensor]:
-        run = settings(wide_model, tmp_path, rows=4, **sections)
-        return run_ranks(movements, 1, run, rows, lr, nearest)[0]
-
-    masters = trained(precision="bf16")
-    state = {"optim": {"state_dtype": "bf16"}}
-    for way in (PURE, {"precision": "bf16", **state}, {**PURE, **state, "sharding": {"reduce_dtype": "bf16"}}):
-        shares = pooled(trained(**way), masters)
+    narrow_state = {"optim": {"state_dtype": "bf16"}}
+    ways = [{**PURE, **narrow_state, "sharding": {"reduce_dtype": "bf16"}}, PURE]
+    if lr == 1e-4:
+        ways.insert(0, {"precision": "bf16", **narrow_state})
+    seeded = [{**way, "train": {"seed": seed}} for way in ways for seed in SEEDS[lr]]
+    runs = [settings(wide_model, tmp_path, rows=4, **way) for way in ({"precision": "bf16"}, *seeded)]
+    found, moved_by_nearest = run_ranks(compare_movements, 1, runs, rows_of(8), lr, timeout=380)[0]
+    for index, way in enumerate(ways):
+        of_seeds = found[index * len(SEEDS[lr]) : (index + 1) * len(SEEDS[lr])]
+        shares = {kind: sum(share[kind] for share in of_seeds) / len(of_seeds) for kind in of_seeds[0]}
         assert set(shares) == {"norm", "embedding", "matrix"}
         assert all(0.9 < share < 1.1 for share in shares.values()), (way, shares)
-    stuck = trained(nearest=True, **PURE)
-    assert all(not moved.any() for name, moved in stuck.items() if kind_of(name) == "norm"), "the test's own yardstick"
+    assert moved_by_nearest == [], "the test's own yardstick: rounded to nearest, norms stay"
 
 
 # The same on every replica, and exact where it can be
@@ -252,9 +267,7 @@ EXACT: dict[str, tuple[int, dict[str, Any]]] = {
 def test_our_step_is_torchs_in_fp32(way: str, model_folder: Folder, tmp_path: Path) -> None:
     """What the other techniques rest on, over worlds of one to four, empty shards included."""
     world, sections = EXACT[way]
-    model = model_folder("llama")
-    sections = {**sections, "model": {"path": model, **sections.get("model", {})}}
-    run = settings(model, tmp_path, rows=4 * world, **sections)
+    run = settings(model_folder("llama"), tmp_path, rows=4 * world, **sections)
     apart, losses = run_ranks(both_ways, world, run, rows_of(4 * world))[0]
     assert max(apart.values()) < 1e-6, apart
     assert [ours for _, ours in losses] == pytest.approx([theirs for theirs, _ in losses], rel=1e-6)
@@ -295,7 +308,7 @@ def test_what_transformers_keeps_in_fp32_stays_so(tmp_path: Path) -> None:
 
 
 def spoiled(run_settings: dict[str, Any], rows: Rows) -> list[tuple[float, bool]]:
-    """Take three steps, the second with an infinite gradient on a rank; return (skipped, anything changed) of each."""
+    """Take three steps, the second with an infinite gradient on one rank; return (skipped, changed anything) each."""
     from fsdp_trainer.checkpoint import training_tensors
     from fsdp_trainer.step import train_step
 
