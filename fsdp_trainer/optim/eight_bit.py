@@ -89,8 +89,8 @@ def build_tables(device: torch.device) -> Tables:
 
     # They are made number by number on the host, which a simulated run has no numbers for.
     with unset_fake_temporarily():
-        values = [create_dynamic_map(signed=True).tolist(), create_dynamic_map(signed=False).tolist()]
-    return Tables(*(torch.tensor(table, dtype=torch.float32, device=device) for table in values))
+        values = [create_dynamic_map(signed=signed) for signed in (True, False)]
+    return Tables(*(torch.empty(table.shape, dtype=table.dtype, device=device).copy_(table) for table in values))
 
 
 def load_kernels() -> None:

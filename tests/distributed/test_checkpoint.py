@@ -40,6 +40,12 @@ WAYS: dict[str, tuple[str, int, dict[str, Any]]] = {
     ),
     "fp16_scaler": ("llama", 2, {"precision": "fp16"}),
     "hybrid": ("llama", 4, {"sharding": {"zero_stage": 3, "replicate": 2}}),
+    "8bit_fp16_scaler": ("qwen3", 2, {"precision": "fp16", "optim": {"name": "adamw_8bit"}}),
+    "8bit_pure_bf16_hybrid": (
+        "llama",
+        4,
+        {"precision": "bf16_pure", "sharding": {"replicate": 2}, "optim": {"name": "adamw_8bit"}},
+    ),
 }
 
 

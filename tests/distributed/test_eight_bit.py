@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests import checkpoint_runs, eight_bit_runs, live_phases, models, reference, training_runs
+from tests.distributed.test_pure_bf16 import spoiled
 from tests.ranks import run_ranks
 from tests.training_runs import settings
 
@@ -124,6 +125,21 @@ def test_8bit_follows_fp32_adamw(name: str, model_folder: Folder, data: str, exp
     assert all(0.9 < share < 1.1 for share in moved.values()), moved
     for frozen in (n for n in got["weights"] if any(part in n for part in case.freeze)):
         assert torch.equal(got["weights"][frozen], wanted.initial[frozen])
+
+
+SPOILT: dict[str, dict[str, Any]] = {
+    "stage3": {"precision": "fp32"},
+    "stage1-fp16-scaler": {"precision": "fp16", "sharding": {"zero_stage": 1}},
+    "pure-bf16": {"precision": "bf16_pure", "sharding": {"reduce_dtype": "bf16"}},
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_step_that_is_not_finite_changes_no_code(name: str, model_folder: Folder, tmp_path: Path) -> None:
+    run = settings(model_folder("llama"), "unused.jsonl", tmp_path, optim=OPTIM, batch=batch(2, 3), **SPOILT[name])
+    rows = [[document] for document in models.make_records(ROWS, seed=12)[1]]
+    for found in run_ranks(spoiled, 2, run, rows):
+        assert found == [(0.0, True), (1.0, False), (0.0, True)]
 
 
 # Another number of ranks

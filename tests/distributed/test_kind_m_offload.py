@@ -64,7 +64,7 @@ def test_never_more_than_two_layers_gradients_on_the_device(tmp_path: Path) -> N
     for name, phases in got.items():
         if not name.startswith("none"):
             assert phases["step"] < phases["backward"]
-    # On the host: masters, two averages, gradients, the landing of two units', and the save's copy of all but gradients.
+    # On the host: masters, two averages, gradients, where those of two units land, and the save's copy.
     added = got["optimizer-8"]["host"] - got["none-8"]["host"]
     weights = (got["none-8"]["load"] - got["none-4"]["load"]) * 2  # fp32 shards of the eight layers
     assert added > 16 / 4 * weights

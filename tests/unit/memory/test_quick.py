@@ -89,6 +89,7 @@ def test_verdicts(tmp_path: Path) -> None:
         ({"data__packing": False}, False),
         ({"precision": "bf16_pure"}, False),
         ({"optim__state_dtype": "bf16"}, False),
+        ({"optim__name": "adamw_8bit"}, False),
     ],
 )
 def test_settings_move_the_peak_the_right_way(tmp_path: Path, settings: dict[str, Any], larger: bool) -> None:
@@ -126,6 +127,10 @@ TRACED = {
     "offload_optimizer_alone": (
         *("llama-3.1-8b", 6, "A100-80GB"),
         {"data__packing": False, "data__seq_len": 2048, "sharding__offload": "optimizer"},
+    "8bit": ("llama-2-7b", 6, "4xA100-80GB", {"data__packing": False, "optim__name": "adamw_8bit"}),
+    "8bit_pure_bf16": (
+        *("qwen3-0.6b", 6, "A100-80GB"),
+        {"data__packing": False, "precision": "bf16_pure", "optim__name": "adamw_8bit"},
     ),
     "offload": ("llama-2-7b", 6, "4xA100-80GB", {"data__packing": False, "sharding__offload": "params"}),
 }
