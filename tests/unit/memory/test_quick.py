@@ -127,6 +127,7 @@ TRACED = {
     "offload_optimizer_alone": (
         *("llama-3.1-8b", 6, "A100-80GB"),
         {"data__packing": False, "data__seq_len": 2048, "sharding__offload": "optimizer"},
+    ),
     "8bit": ("llama-2-7b", 6, "4xA100-80GB", {"data__packing": False, "optim__name": "adamw_8bit"}),
     "8bit_pure_bf16": (
         *("qwen3-0.6b", 6, "A100-80GB"),
