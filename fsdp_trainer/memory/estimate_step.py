@@ -194,11 +194,10 @@ class _Step:
         ledger.change("backward", communication_buffers=wide)
         ledger.change("backward", unsharded_gradients=-whole - kept_whole)
         shard = unit.parameters * settings.recipe.gradients / settings.shards
-        if (
-            (accumulates and settings.reduces_every_micro_batch)
-            or settings.offload_params
-            or settings.offload_optimizer
-        ):
+        if settings.offload_optimizer:  # gone when the next unit's come
+            ledger.change("backward", gradients=shard)
+            ledger.change("backward", gradients=shard - ledger.alive["gradients"])
+        elif (accumulates and settings.reduces_every_micro_batch) or settings.offload_params:
             ledger.spike("backward", temporaries=shard)
         else:
             ledger.change("backward", gradients=shard)
@@ -285,6 +284,8 @@ class _Step:
         settings, ledger = self.settings, self.ledger
         hidden = settings.tokens * self.shape.hidden * settings.compute_bytes
         loss, norm = self.loss_memory(), settings.tokens * self.shape.hidden * (4 + settings.compute_bytes)
+        if settings.offload_optimizer:  # the last of the micro-batch before leave at the head
+            ledger.change("forward", gradients=-ledger.alive["gradients"])
         ledger.change("forward", activations=norm + loss.kept)
         ledger.spike("forward", temporaries=loss.forward - loss.kept)
         self.free_gather_buffer("forward", self.gather_buffer)
