@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import architectures, models, step_runs, training_runs
+from tests import architectures, checkpoint_runs, models, step_runs, training_runs
 from tests.checkpoint_runs import digest
 from tests.ranks import run_ranks
 
@@ -234,6 +234,18 @@ def test_replicas_stay_equal(mesh: str, model_folder: Folder, tmp_path: Path) ->
     for rank in range(apart, world):
         assert ranks[rank] == ranks[rank - apart]
     assert mesh == "stage0" or ranks[0] != ranks[1]
+
+
+def test_other_ranks_resume_from_the_same_bits(model_folder: Folder, tmp_path: Path) -> None:
+    """Weights and averages in bf16 are resharded as they are, and a resume is the same again."""
+    batch = {"global_batch_size": 12, "micro_batch_size": 2}
+    run = settings(model_folder("llama"), tmp_path, batch=batch, optim={"state_dtype": "bf16"}, **PURE)
+    saved = run_ranks(checkpoint_runs.train_and_save, 2, run, 1, 1, False)
+    once, again = (run_ranks(checkpoint_runs.resume_and_train, 3, run, 2) for _ in range(2))
+    for rank in range(3):
+        assert checkpoint_runs.differing(saved[0]["whole"], once[rank]["whole"]) == []
+        assert checkpoint_runs.differing(once[rank]["end"], again[rank]["end"]) == []
+        assert checkpoint_runs.differing(once[rank]["loaded"], once[rank]["end"])
 
 
 def both_ways(run_settings: dict[str, Any], rows: Rows) -> tuple[dict[str, float], list[tuple[float, float]]]:
