@@ -420,7 +420,8 @@ class _Step:
         shape, settings = self.shape, self.settings
         largest = max(shape.vocab * shape.hidden, _expert_tensors(shape)) if settings.exports else 0
         size = largest * settings.export_bytes
-        cast = size / settings.shards if settings.export_bytes != settings.recipe.weights else 0
+        moves = settings.offload_optimizer or settings.export_bytes != settings.recipe.weights
+        cast = size / settings.shards if moves and not settings.is_alone else 0  # its masters are written from the host
         self.ledger.spike("save", temporaries=cast + (size if settings.shards > 1 else 0))
 
 
