@@ -69,7 +69,7 @@ def measure(folder: str, file: Path, scratch: str, *, seconds: float) -> dict[st
             started = time.perf_counter()
             window = ready if kind == "ready" else next(loader)
             waited = time.perf_counter() - started
-            train_step(run, window, learning_rate=0.0).loss.item()
+            train_step(run, window, learning_rate=0.0, optimizer_step=1 + step).loss.item()
             found[kind].append(time.perf_counter() - started)
             if kind == "loaded":
                 found["wait"].append(waited)

@@ -59,7 +59,7 @@ def stepper(run: Any) -> Callable[[], None]:
     window = window_of(run, [[Document(tokens=text, supervised=(True,) * ROW_TOKENS)] for text in texts])
 
     def take_step() -> None:
-        train_step(run, window, learning_rate=1e-5).loss.item()
+        train_step(run, window, learning_rate=1e-5, optimizer_step=0).loss.item()
 
     return take_step
 

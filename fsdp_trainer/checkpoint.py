@@ -8,7 +8,7 @@ import json
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 from fsdp_trainer.agreement import all_true, gather_from_all, is_main, run_on_all, run_on_main
 from fsdp_trainer.checkpoint_copy import HostCopy, HostMemory, plan_copy
 from fsdp_trainer.checkpoint_folder import checkpoint_path, make_empty, prune, publish
+from fsdp_trainer.checkpoint_layouts import regroup_moments, scales_of_other_layouts
 from fsdp_trainer.checkpoint_manifest import FORMAT, Best, Progress, read_state
 from fsdp_trainer.checkpoint_rng import derive_rng, restore_rng, rng_tensors
 from fsdp_trainer.checkpoint_search import refuse_damage
@@ -33,6 +34,7 @@ from fsdp_trainer.checkpoint_table import TableReader, read_table
 from fsdp_trainer.checkpoint_writer import CheckpointWriter
 from fsdp_trainer.errors import CheckpointError, DistributedError
 from fsdp_trainer.model import named_weights
+from fsdp_trainer.optim.masters import MASTER, send_masters, trained_weights
 
 _ENTRY_BYTES = 2048  # of torch.save's archive and the table of contents, per tensor
 _RNG_RULE = "rng.<rank>.*, restored at the same world size; else derived from (seed, step, rank)"
@@ -190,11 +192,12 @@ def _failures(error: BaseException) -> str:
 def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Return the live tensors of model and optimizer by name: `model.<name>`, `optim.<name>.<state>`.
 
+    A weight is its master where there is one: a run may be offloaded before a resume and not after it.
     A trainable parameter that was never stepped has the state AdamW would start from. Found by identity, without the
     dummy step that torch's `get_optimizer_state_dict` takes, which leaves the bias correction one step ahead.
     """
     named = named_weights(model)
-    tensors = {f"model.{name}": tensor for name, tensor in named.items()}
+    tensors = {f"model.{name}": tensor for name, tensor in trained_weights(model, optimizer).items()}
     names = {id(tensor): name for name, tensor in named.items()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -212,7 +215,7 @@ def _optimizer_state(
     state = optimizer.state.get(parameter)  # pyright: ignore[reportArgumentType]
     if not state:
         return _initial_adamw_state(parameter, group)
-    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and key != MASTER}
 
 
 def _initial_adamw_state(parameter: torch.Tensor, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -227,13 +230,13 @@ def _initial_adamw_state(parameter: torch.Tensor, group: Mapping[str, Any]) -> d
 
 def checkpoint_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Return what a checkpoint of this run takes on disk, all ranks together; within 5 % from a few MB on."""
-    tensors = list(named_weights(model).values())
+    tensors = list(trained_weights(model, optimizer).values())
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad:
                 # Before the first step there is none: AdamW will keep two tensors like the parameter.
                 state = optimizer.state.get(parameter) or {"exp_avg": parameter, "exp_avg_sq": parameter}
-                tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+                tensors += [value for key, value in state.items() if isinstance(value, torch.Tensor) and key != MASTER]
     return sum(tensor.numel() * tensor.element_size() + _ENTRY_BYTES for tensor in tensors)
 
 
@@ -293,14 +296,20 @@ def load_checkpoint(
     state = run_on_main(lambda: _read_matching_state(path, scaler), process_group=process_group)
     _create_optimizer_state(optimizer)
     tensors = training_tensors(model, optimizer)
-    stored = run_on_main(lambda: _read_matching_tensors(path, tensors), process_group=process_group)
+    frozen = {f"model.{name}" for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    stored, others = run_on_main(lambda: _check_tensors(path, tensors, frozen=frozen), process_group=process_group)
+    scales = {name: torch.empty(shape, dtype=torch.float32) for name, shape in others.items()}
     rng = rng_tensors(device)
-    fits = state["world_size"] == _world_size() and rng.keys() <= stored.keys()
+    fits = state["world_size"] == _world_size() and rng.keys() <= stored
     fits = all_true(fits, process_group=process_group)
-    _read(path, tensors | (rng if fits else {}), _sizes(state), process_group)
+    progress = Progress(**state["progress"])
+    for name in [name for name in tensors if _is_count(name) and name not in stored]:
+        tensors.pop(name).fill_(progress.optimizer_steps)
+    _read(path, tensors | scales | (rng if fits else {}), _sizes(state), process_group)
+    regroup_moments(tensors, scales)
+    send_masters(optimizer)
     if scaler is not None:
         scaler.load_state_dict(state["scaler"])
-    progress = Progress(**state["progress"])
     if fits:
         restore_rng(rng, device)
     else:
@@ -311,6 +320,11 @@ def load_checkpoint(
                 f"random states do not fit, so they follow from (seed {seed}, step {progress.step}, rank)"
             )
     return progress
+
+
+def _is_count(name: str) -> bool:
+    """Tell a parameter's own count of steps: torch's AdamW has one, ours takes the run's."""
+    return name.startswith("optim.") and name.endswith(".step")
 
 
 def _sizes(state: Mapping[str, Any]) -> dict[str, int]:
@@ -351,17 +365,30 @@ def _read_matching_state(path: Path, scaler: Any) -> dict[str, Any]:
     return state
 
 
-def _read_matching_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return shape and dtype of everything stored, after comparing model and optimizer entries with `tensors`."""
+def _check_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], *, frozen: Set[str]
+) -> tuple[set[str], dict[str, torch.Size]]:
+    """Compare the stored entries of model and optimizer with `tensors`, or raise CheckpointError.
+
+    Returns the names of everything stored, and the shapes of 8-bit scales that belong to another number of shards. A
+    `frozen` weight rests in the dtype it computes in where the optimizer is offloaded, so its dtype may differ.
+    """
     stored = _stored_tensors(path)
-    wanted = {name: _describe(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-    entries = {name: text for name, text in stored.items() if not name.startswith("rng.")}
+    wanted = {name: _describe(t.shape, t.dtype) for name, t in tensors.items() if not _is_count(name)}
+    entries = {
+        name: _describe(e.size, e.properties.dtype)
+        for name, e in stored.items()
+        if not name.startswith("rng.") and not _is_count(name)
+    }
+    for name in frozen & entries.keys() & wanted.keys():
+        wanted[name] = wanted[name].rpartition(" ")[0] + " " + entries[name].rpartition(" ")[2]
+    elsewhere = scales_of_other_layouts(tensors, stored)
     wrong = [f"{name} is missing" for name in sorted(wanted.keys() - entries.keys())]
     wrong += [f"{name} is not in this run" for name in sorted(entries.keys() - wanted.keys())]
     wrong += [
         f"{name} is {entries[name]}, {text} in this run"
         for name, text in wanted.items()
-        if name in entries and entries[name] != text
+        if name in entries and entries[name] != text and name not in elsewhere
     ]
     if wrong:
         raise CheckpointError(
@@ -369,17 +396,13 @@ def _read_matching_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> d
             values=f"{path}: {'; '.join(wrong[:5])}" + (f"; {len(wrong) - 5} more" if len(wrong) > 5 else ""),
             fix="resume with the model, the precision and the trained parameters it was saved with",
         )
-    return stored
+    return set(stored), elsewhere
 
 
-def _stored_tensors(path: Path) -> dict[str, str]:
-    """Return shape and dtype of every tensor in the checkpoint at `path`, by name."""
+def _stored_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
+    """Return shape, dtype and parts of every tensor in the checkpoint at `path`, by name."""
     entries = read_table(path, _sizes(read_state(path))).state_dict_metadata
-    return {
-        name: _describe(entry.size, entry.properties.dtype)
-        for name, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
 
 def _describe(shape: torch.Size, dtype: torch.dtype) -> str:

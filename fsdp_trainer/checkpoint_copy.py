@@ -126,4 +126,4 @@ def _pin(tensor: torch.Tensor) -> None:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor, without a copy."""
-    return tensor.tolocal_part() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

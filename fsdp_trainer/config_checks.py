@@ -69,17 +69,13 @@ def _no_effect(config: "Config", path: str, *, because: str, fix: str, others: t
 
 # Settings of the contract whose technique is not there yet: name, which values, what to set until then.
 _LATER: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("sharding.offload", lambda value: value == "optimizer", "sharding.offload: params or none"),
-    ("precision", lambda value: value == "bf16_pure", "precision: bf16"),
     (
         "activation_checkpointing.mode",
         lambda value: value == "selective",
         "activation_checkpointing.mode: full or every_n_layers",
     ),
     ("activation_checkpointing.offload", lambda value: value, "activation_checkpointing.offload: false"),
-    ("optim.name", lambda value: value != "adamw", "optim.name: adamw"),
-    ("optim.state_dtype", lambda value: value != "fp32", "optim.state_dtype: fp32"),
-    ("optim.offload_step", lambda value: value != "host", "optim.offload_step: host"),
+    ("optim.name", lambda value: value == "paged_adamw_8bit", "optim.name: adamw_8bit"),
     ("compile.enabled", lambda value: value, "compile.enabled: false"),
     ("profile.start", lambda value: value is not None, "profile.start: null"),
     ("rehearse", lambda value: value is True, "rehearse: auto or false"),
@@ -112,6 +108,14 @@ def _sharding(config: "Config") -> Iterator[Problem]:
             "set sharding.zero_stage: 3 (or 1 or 2), or sharding.offload: none",
             ("sharding.offload", "sharding.zero_stage"),
         )
+    if sharding.offload != "optimizer":
+        yield from _no_effect(
+            config,
+            "optim.offload_step",
+            because="where the optimizer is not offloaded on its own",
+            fix="set sharding.offload: optimizer, or leave out optim.offload_step",
+            others=("sharding.offload",),
+        )
 
 
 def _precision(config: "Config") -> Iterator[Problem]:
@@ -122,7 +126,7 @@ def _precision(config: "Config") -> Iterator[Problem]:
             "set sharding.reduce_dtype: bf16 or null, or precision: fp16",
             ("sharding.reduce_dtype", "precision"),
         )
-    if config.optim.implementation == "foreach":
+    if config.optim.implementation == "foreach" and config.steps_with_torch:
         # Only the fused kernels take `found_inf` and leave weights and state alone without asking the host.
         for path, value in (("precision", "fp16"), ("train.on_nonfinite", "skip")):
             if setting(config, path) == value:
@@ -147,6 +151,24 @@ def _checkpointing(config: "Config") -> Iterator[Problem]:
 
 
 def _optim(config: "Config") -> Iterator[Problem]:
+    if not config.steps_with_torch:
+        causes = ("precision", "optim.name", "optim.state_dtype", "sharding.offload")
+        causes = tuple(path for path in causes if is_changed(config, path))
+        yield from _no_effect(
+            config,
+            "optim.implementation",
+            because="where the step is not torch's own",
+            fix="leave out optim.implementation",
+            others=causes,
+        )
+    if config.optim.name != "adamw":
+        yield from _no_effect(
+            config,
+            "optim.state_dtype",
+            because="on averages that are kept in 8 bits",
+            fix="set optim.name: adamw, or leave out optim.state_dtype",
+            others=("optim.name",),
+        )
     if config.optim.weight_decay == 0:
         yield from _no_effect(
             config,
@@ -389,7 +411,7 @@ def check_learned_positions(seq_len: int, *, limit: int) -> None:
 
 def check_world_problems(config: "Config", world_size: int) -> list[Problem]:
     """Return what is wrong with the settings on this number of ranks."""
-    return [*_groups(config, world_size), *_accumulation(config, world_size)]
+    return [*_groups(config, world_size), *_accumulation(config, world_size), *_whole_copies(config, world_size)]
 
 
 def _groups(config: "Config", world_size: int) -> Iterator[Problem]:
@@ -428,4 +450,14 @@ def _accumulation(config: "Config", world_size: int) -> Iterator[Problem]:
             f"{size} = {micro} x accumulation x {world_size} gives accumulation = {size / rows:g}",
             f"set batch.global_batch_size: {near}, or change batch.micro_batch_size or the number of processes",
             ("batch.global_batch_size", "batch.micro_batch_size"),
+        )
+
+
+def _whole_copies(config: "Config", world_size: int) -> Iterator[Problem]:
+    if config.sharding.offload == "optimizer" and config.sharding.zero_stage == 0 and world_size > 1:
+        yield Problem(
+            "offloading the optimizer at stage 0 would keep a whole copy of it in host memory for every rank",
+            f"{_show(config, 'sharding.offload', 'sharding.zero_stage')}, {format_number(world_size, 'rank')}",
+            "set sharding.zero_stage: 3 (or 1 or 2), or sharding.offload: none",
+            ("sharding.offload", "sharding.zero_stage"),
         )

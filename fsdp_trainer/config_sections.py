@@ -208,13 +208,16 @@ class ShardingConfig(Section):
     )
     offload: Literal["none", "optimizer", "params"] = Field(
         default="none",
-        description="What lives in host memory. params: weights, gradients and optimizer state (FSDP2's CPU offload), "
-        "saves up to 16 bytes a parameter on the GPU and is several times slower. optimizer comes later.",
+        description="What lives in host memory. optimizer: gradients, which leave as they are reduced, optimizer state "
+        "and masters; the GPU keeps the weights it computes in (2 bytes a parameter, fp32: 4), the host takes 16 bytes "
+        "a parameter over all ranks and 12 more with checkpoint.async_save. params: the weights too (FSDP2's CPU "
+        "offload); needs least on the GPU and is several times slower.",
     )
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = Field(
         default=None,
         description="Number format in which gradients are summed over ranks. null is fp32, which is exact to rounding; "
-        "bf16 halves the traffic and loses about two digits of the gradient.",
+        "bf16 halves the traffic and loses about two digits of the gradient. With precision: bf16_pure gradients are "
+        "also summed over micro-batches and kept in it: 2 bytes a parameter less.",
     )
 
     @model_validator(mode="before")
@@ -269,8 +272,10 @@ class OptimConfig(Section):
 
     name: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = Field(
         default="adamw",
-        description="adamw keeps 8 bytes of state a parameter in fp32. adamw_8bit (2 bytes) and paged_adamw_8bit "
-        "(the same, able to move to the host) come later.",
+        description="adamw keeps 8 bytes of state a parameter in fp32. adamw_8bit (bitsandbytes) keeps 2.03 of every "
+        "matrix of 4096 elements and more, in blocks of 256 of each rank's own shard, and 8 of embeddings, norms and "
+        "biases; over other ranks it resumes with moments quantised anew. Its step is slow on CPU. paged_adamw_8bit "
+        "(the same, able to move to the host) comes later.",
     )
     lr: Annotated[float, Field(gt=0)] = Field(
         default=1e-5,
@@ -302,17 +307,19 @@ class OptimConfig(Section):
     implementation: Literal["fused", "foreach"] = Field(
         default="fused",
         description="torch's AdamW kernels. fused was 4.5 times faster than foreach on CPU and needs no temporaries; "
-        "foreach is there to compare with. fp16 and on_nonfinite: skip need fused.",
+        "foreach is there to compare with. fp16 and on_nonfinite: skip need fused. Where weights or averages are not "
+        "fp32 the step is this program's own.",
     )
     state_dtype: Literal["fp32", "bf16"] = Field(
         default="fp32",
-        description="Number format of AdamW's averages. bf16 (4 bytes a parameter less) needs stochastic rounding to "
-        "learn and comes later.",
+        description="Number format of AdamW's averages, whatever the precision. bf16 is 4 bytes a parameter less; its "
+        "averages are rounded stochastically, as an average rounded to nearest stops following.",
     )
     offload_step: Literal["host", "device"] = Field(
         default="host",
-        description="With sharding.offload: where the optimizer runs. host is what offloading parameters does; device "
-        "comes later.",
+        description="With sharding.offload: optimizer, where its step runs: on the host, or on the device, which host "
+        "memory then streams through in pieces (two of 2**22 elements at a time, 0.1 GiB on the GPU). Take device "
+        "where the host has few cores.",
     )
 
 

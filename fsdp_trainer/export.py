@@ -26,8 +26,9 @@ from fsdp_trainer.conversions import ExportGroup, architecture_of, plan_export, 
 from fsdp_trainer.custom_code import local_auto_map, write_custom_code
 from fsdp_trainer.errors import CheckpointError
 from fsdp_trainer.export_folder import make_empty, replace_folder, sync, unfinished
-from fsdp_trainer.model import named_weights, names_in_fp32
+from fsdp_trainer.model import names_in_fp32
 from fsdp_trainer.model_card import CARD
+from fsdp_trainer.optim.masters import trained_weights
 from fsdp_trainer.weight_files import INDEX, SAFETENSORS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -51,6 +52,7 @@ def export_model(
     *,
     model: nn.Module,
     hf_config: Any,
+    optimizer: torch.optim.Optimizer | None = None,
     tokenizer: Any = None,
     dtype: str = "bf16",
     generation_config: Any = None,
@@ -60,14 +62,15 @@ def export_model(
 ) -> ExportedModel:
     """Write `model` to `folder` as safetensors, config, generation config, tokenizer, chat template and `card`.
 
-    All ranks call it, with the weights sharded; rank 0 writes, and all raise CheckpointError when it fails. `hf_config`
-    is the source's config as it was before training (`use_cache` stays what it says there); only dtype, architectures
-    and the tie are set to what the weights are. `dtype` is auto (the source's), fp32, bf16 or fp16: a narrower one than
-    the weights were trained in rounds small updates away. An earlier folder is replaced when the new one is whole.
+    All ranks call it, with the weights sharded; rank 0 writes, and all raise CheckpointError when it fails. Masters
+    that `optimizer` keeps are written instead of the weights they stand for. `hf_config` is the source's config as it
+    was before training (`use_cache` stays what it says there); only dtype, architectures and the tie are set to what
+    the weights are. `dtype` is auto (the source's), fp32, bf16 or fp16: a narrower one than the weights were trained in
+    rounds small updates away. An earlier folder is replaced when the new one is whole.
     """
     folder = Path(folder)
     target_dtype = resolve_dtype(dtype, hf_config, model)
-    weights = exported_weights(model)
+    weights = exported_weights(model, optimizer)
     dtypes = exported_dtypes(model, weights, target_dtype)
     plan = plan_files(plan_export(model, weights, dtypes), max_bytes=max_file_bytes)
     part = unfinished(folder)
@@ -125,10 +128,10 @@ def resolve_dtype(dtype: str, hf_config: Any, model: nn.Module) -> torch.dtype:
     return source if isinstance(source, torch.dtype) else getattr(torch, str(source).removeprefix("torch."))
 
 
-def exported_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return what is written of a model, by its names in the model: a tied tensor once."""
+def exported_weights(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, torch.Tensor]:
+    """Return what is written of a model, by its names in the model: a tied tensor once, masters where there are any."""
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    return {name: tensor for name, tensor in named_weights(model).items() if name not in ignored}
+    return {name: tensor for name, tensor in trained_weights(model, optimizer).items() if name not in ignored}
 
 
 def exported_dtypes(

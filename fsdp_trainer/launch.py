@@ -23,6 +23,7 @@ import psutil
 
 from fsdp_trainer.config import Config
 from fsdp_trainer.config_checks import check_model_path
+from fsdp_trainer.cuda_allocator import use_expandable_segments
 from fsdp_trainer.errors import ConfigError, DistributedError
 from fsdp_trainer.launch_profile import check_profile, read_profile, write_profile
 from fsdp_trainer.progress import log_error
@@ -192,6 +193,7 @@ def launch_command(profile: Path, content: Mapping[str, Any], *, arguments: Sequ
 def launch_environment(environ: Mapping[str, str], content: Mapping[str, Any], *, processes: int) -> dict[str, str]:
     """Build the environment of the workers."""
     result = dict(environ)
+    use_expandable_segments(result)
     if content.get("use_cpu"):
         # Accelerate drops a profile's use_cpu on the way to FSDP workers; on a machine with GPUs they would take those.
         result["ACCELERATE_USE_CPU"] = "true"

@@ -31,17 +31,20 @@ from fsdp_trainer.weight_files import BLOCK_BYTES, FLOATING, Ranges, StoredTenso
 _PLACE_ON_MACHINE = (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))  # torchrun's words
 
 
-def load_weights(model: Any, path: str, *, revision: str | None = None) -> None:
+def load_weights(
+    model: Any, path: str, *, revision: str | None = None, targets: Mapping[str, torch.Tensor] | None = None
+) -> None:
     """Fill the shards of `model` from a folder, or a hub repository, of safetensors or `.bin` files.
 
-    All ranks call it, and all fail together.
+    All ranks call it, and all fail together. `targets` are filled instead of the model's own tensors, by its names.
 
-    Values are cast to the parameter's dtype. CheckpointError names tensors that are missing, unexpected, of another
+    Values are cast to the target's dtype. CheckpointError names tensors that are missing, unexpected, of another
     shape, quantised, or different where the model ties them: none of them may be guessed; and a file of an export of
     ours that is not as it was written, before a value of it is used.
     """
+    targets = named_weights(model) if targets is None else targets
     run_on_all(lambda: _verify(find_folder(path, revision=revision)))
-    run_on_all(lambda: _load(model, find_folder(path, revision=revision)))
+    run_on_all(lambda: _load(model, find_folder(path, revision=revision), targets))
 
 
 def _verify(folder: Path) -> None:
@@ -52,20 +55,23 @@ def _verify(folder: Path) -> None:
 
 
 @torch.no_grad()
-def _load(model: Any, folder: Path) -> None:
+def _load(model: Any, folder: Path, targets: Mapping[str, torch.Tensor]) -> None:
     plan = plan_loading(model, folder)
-    for name, target in named_weights(model).items():
+    for name, target in targets.items():
         local, ranges = local_part(target)
         if local.numel():
             plan.pieces[name].copy_into(local, ranges)
     for first, (second, piece) in plan.ties.items():
-        _check_tie(named_weights(model)[first], piece, names=(first, second), folder=folder)
+        _check_tie(targets[first], piece, names=(first, second), folder=folder)
 
 
-def initialize_randomly(model: Any, hf_config: Any, *, seed: int, trust_remote_code: bool = False) -> None:
-    """Fill the shards with the architecture's own random initialisation, the same for every world size.
+def initialize_randomly(
+    targets: Mapping[str, torch.Tensor], hf_config: Any, *, seed: int, trust_remote_code: bool = False
+) -> None:
+    """Fill the shards of a model's weights, by name, with its architecture's own random initialisation.
 
-    Each rank builds the whole model once on the host and keeps its slices: meant for tests and benchmarks.
+    It is the same for every world size. Each rank builds the whole model once on the host and keeps its slices: meant
+    for tests and benchmarks.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -73,8 +79,8 @@ def initialize_randomly(model: Any, hf_config: Any, *, seed: int, trust_remote_c
         whole = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, **arguments)
     source = dict(whole.named_parameters())
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            local, ranges = local_part(parameter)
+        for name in source.keys() & targets.keys():
+            local, ranges = local_part(targets[name])
             local.copy_(source[name].detach()[tuple(slice(*limits) for limits in ranges)])
 
 

@@ -19,6 +19,8 @@ from fsdp_trainer.router_loss import RouterLoss, check_router_logits
 # Elements of one chunk's logits: 2**26 fp32 values are 256 MiB, small beside any layer's gathered weights, and large
 # enough that the matrix product is not starved (1365 positions of a 49k vocabulary, 441 of a 152k one).
 CHUNK_ELEMENTS = 2**26
+# Rows of the head whose gradient is added at once where its sum is handed over as it is; 64 MiB at a width of 4096.
+_HEAD_ROWS = 8192
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 continue
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[rows])
-            if needs_weight:
+            if needs_weight and sum_dtype == weight.grad_dtype != weight.dtype:
+                grad_weight = _add_product(grad_weight, grad_logits, hidden[rows])
+            elif needs_weight:
                 product = torch.mm(grad_logits.t(), hidden[rows])
                 grad_weight = product.to(sum_dtype) if grad_weight is None else grad_weight.add_(product)
                 del product
@@ -85,7 +89,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 grad_bias = summed if grad_bias is None else grad_bias.add_(summed)
             del grad_logits  # or it would live beside the next chunk's logits
         ctx.grads = grad_hidden, grad_weight, grad_bias
-        ctx.weight_dtype = weight.dtype
+        ctx.weight_dtype, ctx.bias_dtype = weight.grad_dtype or weight.dtype, weight.dtype
         ctx.mark_non_differentiable(total)
         return total * scale, total
 
@@ -99,8 +103,18 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if grad_weight is not None:
             grad_weight = grad_weight.mul_(upstream.to(grad_weight.dtype)).to(ctx.weight_dtype)
         if grad_bias is not None:
-            grad_bias = grad_bias.mul_(upstream).to(ctx.weight_dtype)
+            grad_bias = grad_bias.mul_(upstream).to(ctx.bias_dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+def _add_product(total: torch.Tensor | None, grad_logits: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """Add a chunk's gradient of the head to its fp32 sum, some rows of the table at a time: never a second table."""
+    if total is None:
+        total = torch.zeros(grad_logits.shape[1], hidden.shape[1], dtype=torch.float32, device=hidden.device)
+    for start in range(0, total.shape[0], _HEAD_ROWS):
+        part = slice(start, start + _HEAD_ROWS)
+        total[part].add_(torch.mm(grad_logits[:, part].t(), hidden))
+    return total
 
 
 def _chunk_loss(hidden, weight, bias, targets, scale, transform: LogitTransform, *, needs_grad: bool):

@@ -195,6 +195,16 @@ def _find_layers(decoder: nn.Module | None, count: int) -> tuple[nn.Module, ...]
     return tuple(by_size[0]) if by_size else None
 
 
+def apply_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give the parameters the dtype they rest in, but for the modules that compute in fp32. Before they have memory."""
+    kept = {id(p) for module in modules_in_fp32(model, dtype) for p in module.parameters()}
+    # A swap would break the tie of two names; the parameter stays and its meta tensor goes.
+    for parameter in model.parameters():
+        if id(parameter) not in kept:
+            assert parameter.is_meta
+            parameter.data = parameter.data.to(dtype)
+
+
 def apply_freezing(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     """Stop the gradients of the parameters that `patterns` name, before sharding; return the names of all frozen ones.
 
@@ -238,18 +248,25 @@ def place_buffers(model: Any, place: Any) -> None:
 
 
 def materialize_parameters(model: Any, device: torch.device) -> None:
-    """Give every sharded meta parameter memory on `device`, values undefined.
+    """Give every meta parameter memory on `device`, values undefined.
 
     nn.Module._apply swaps tensor subclasses in place, so ties hold and FSDP keeps its references;
     `to_empty` would also wipe the buffers, of which a checkpoint has no copy.
     """
-    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+    else:
+        made: dict[nn.Parameter, nn.Parameter] = {}
+        for parameter in model.parameters():
+            made[parameter] = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+        for module in model.modules():
+            module._parameters |= {name: made[p] for name, p in module._parameters.items() if p is not None}
 
 
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters (a tied one once, under its first name) and persistent buffers, by their names in the model."""
     named: dict[str, torch.Tensor] = dict(model.named_parameters())
-    if isinstance(model, FSDPModule):
+    if any(module._get_fsdp_state()._fsdp_param_group for module in model.modules() if isinstance(module, FSDPModule)):
         whole = [name for name, parameter in named.items() if not isinstance(parameter, DTensor)]
         assert not whole, f"{len(whole)} weights are gathered, such as {whole[0]}: reshard before saving or loading"
     return named | dict(_persistent_buffers(model))

@@ -3,6 +3,9 @@
 Each names the upstream reason, the versions it was needed on, and when it can go.
 """
 
+from typing import Any
+
+import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 
@@ -18,3 +21,25 @@ def promote_cpu_ranks_to_fsdp() -> None:
     state = PartialState()
     if state.distributed_type in (DistributedType.MULTI_CPU, DistributedType.NO):
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def keep_reduced_gradients(unit: Any, dtype: torch.dtype) -> None:
+    """Let an FSDP2 unit of narrower parameters keep its sharded gradients in `dtype`, in which they were reduced.
+
+    FSDP2 casts a reduced gradient to the dtype of its parameter, and sums micro-batches in that: of bf16 weights, a
+    gradient would be rounded once a micro-batch (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py,
+    `foreach_reduce`: `_to_dtype_if_needed(reduce_output, orig_dtype)`). Needed on torch 2.14 and before; can go when a
+    unit heeds `grad_dtype` of its sharded parameters (tests/distributed/test_pure_bf16.py fails then). Call it before
+    the first forward, which decides about dtypes.
+    """
+    group = unit._get_fsdp_state()._fsdp_param_group
+    if group is None:
+        return
+    decide = group._init_mp_dtypes
+
+    def decide_and_keep() -> None:
+        decide()
+        if group._orig_dtype is not None and group._orig_dtype.itemsize < dtype.itemsize:
+            group._orig_dtype = dtype
+
+    group._init_mp_dtypes = decide_and_keep

@@ -4,7 +4,7 @@ Training, planning and the tests all call `build_run`; on a simulated runtime th
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,14 @@ from torch import nn
 
 from fsdp_trainer.activation_checkpointing import apply_activation_checkpointing
 from fsdp_trainer.attention import describe_fallback
-from fsdp_trainer.config import Config, OptimConfig
+from fsdp_trainer.config import Config
 from fsdp_trainer.decoder_probe import check_decoder
 from fsdp_trainer.launch_profile import check_layer_class
 from fsdp_trainer.loading import initialize_randomly, load_weights, plan_loading
 from fsdp_trainer.loss import attach_loss, find_logit_transform
 from fsdp_trainer.model import (
     ModelParts,
+    apply_dtype,
     apply_freezing,
     build_meta_model,
     check_positions,
@@ -29,10 +30,25 @@ from fsdp_trainer.model import (
     materialize_parameters,
     place_buffers,
 )
-from fsdp_trainer.optim.adamw import build_adamw
+from fsdp_trainer.optim.adamw import build_adamw, build_parameter_groups
+from fsdp_trainer.optim.eight_bit import choose_8bit, describe_8bit, load_kernels
+from fsdp_trainer.optim.host_gradients import HostGradients
+from fsdp_trainer.optim.masters import send_masters, trained_weights
+from fsdp_trainer.optim.offloaded_adamw import OffloadedAdamW
+from fsdp_trainer.optim.sharded_adamw import ShardedAdamW
+from fsdp_trainer.optim.transfers import can_pin
 from fsdp_trainer.router_loss import find_router_loss
 from fsdp_trainer.runtime import Runtime, check_precision
-from fsdp_trainer.sharding import COMPUTE_DTYPES, Sharding, apply_sharding, build_mesh, strategy_name
+from fsdp_trainer.sharding import (
+    COMPUTE_DTYPES,
+    Sharding,
+    apply_sharding,
+    build_mesh,
+    reduction_units,
+    release_reduced,
+    strategy_name,
+    widen_gradients,
+)
 from fsdp_trainer.units import format_bytes, format_count, format_number
 from fsdp_trainer.weight_files import find_folder
 
@@ -48,11 +64,16 @@ class Run:
     config: Config
     runtime: Runtime
     model: nn.Module
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler | None
     sharding: Sharding
     hf_config: Any
     facts: tuple[str, ...]
+
+    @property
+    def host_gradients(self) -> HostGradients | None:
+        """The gradients, where they are on the host; else each parameter has its own."""
+        return self.optimizer.gradients if isinstance(self.optimizer, OffloadedAdamW) else None
 
 
 def build_run(config: Config, runtime: Runtime, *, load: bool = True) -> Run:
@@ -61,8 +82,8 @@ def build_run(config: Config, runtime: Runtime, *, load: bool = True) -> Run:
     Raises ConfigError or CheckpointError for a model that cannot be trained, before any memory is taken on the device.
     """
     # 1. Refuse what the hardware or the model cannot do while nothing is allocated.
-    check_precision(config.precision, runtime.device)
-    # 2. Parameters on meta: no rank ever holds the whole model. fp32 masters, whatever the compute dtype is.
+    _check_machine(config, runtime)
+    # 2. Parameters on meta: no rank ever holds the whole model. They rest in fp32 unless the masters are elsewhere.
     hf_config, model, parts = _build_meta(config)
     check_decoder(model, parts, packing=config.data.packing, seq_len=config.data.seq_len)
     check_layer_class(runtime.launched_with, type(parts.layers[0]).__name__)
@@ -87,14 +108,18 @@ def build_run(config: Config, runtime: Runtime, *, load: bool = True) -> Run:
         # 7. Shard while on meta, then give only the shards memory.
         sharding = _shard(model, parts, config, runtime)
         materialize_parameters(model, torch.device("cpu") if sharding.offload_params else runtime.device)
+        widen_gradients(model, parts, COMPUTE_DTYPES[config.sharding.reduce_dtype or "fp32"])
         assert not parts.tied or parts.embedding.weight is parts.head.weight, "the tie was lost"
-        # 8. Values: a simulated run has none, a resumed one reads its checkpoint instead.
-        if load and not runtime.simulated:
-            _fill(model, hf_config, config)
-        # 9. The optimizer last: made before sharding it would hold parameters that are no longer the model's.
-        optimizer = _build_optimizer(model, config.optim)
+        # 8. The optimizer: made before sharding it would hold parameters that are no longer the model's.
+        optimizer = _build_optimizer(model, config, sharding, runtime)
         _prepare(runtime, model, optimizer)
+        if isinstance(optimizer, OffloadedAdamW):
+            # The largest tensors of a step are made at the head: nothing that could have left is to be there.
+            parts.head.register_forward_pre_hook(lambda *_: optimizer.gradients.settle())
         scaler = torch.amp.GradScaler(runtime.device.type) if config.precision == "fp16" else None
+        # 9. Values, of masters too: a simulated run has none, a resumed one reads its checkpoint instead.
+        if load and not runtime.simulated:
+            _fill(model, optimizer, hf_config, config)
         # 10. Dropout differs between ranks and is the same in every rerun; so is whatever else draws numbers.
         set_seed((config.train.seed * 1_000_003 + runtime.rank) % 2**32)
     facts = _facts(config, runtime, model, len(parts.layers), recomputed, optimizer)
@@ -111,6 +136,8 @@ def _build_meta(config: Config) -> tuple[Any, Any, ModelParts]:
         dtype=torch.float32,
         trust_remote_code=section.trust_remote_code,
     )
+    if config.precision == "bf16_pure" or config.sharding.offload == "optimizer":
+        apply_dtype(model, COMPUTE_DTYPES[config.precision])
     parts = find_parts(model)
     check_positions(model.config, parts, seq_len=config.data.seq_len)
     return hf_config, model, parts
@@ -121,7 +148,7 @@ def check_model(config: Config, runtime: Runtime) -> None:
 
     For before the data are prepared, which may take hours.
     """
-    check_precision(config.precision, runtime.device)
+    _check_machine(config, runtime)
     _, model, parts = _build_meta(config)
     check_decoder(model, parts, packing=config.data.packing, seq_len=config.data.seq_len)
     check_layer_class(runtime.launched_with, type(parts.layers[0]).__name__)
@@ -129,6 +156,12 @@ def check_model(config: Config, runtime: Runtime) -> None:
     apply_freezing(model, config.model.freeze)
     if config.model.init == "pretrained":
         plan_loading(model, find_folder(config.model.path, revision=config.model.revision))
+
+
+def _check_machine(config: Config, runtime: Runtime) -> None:
+    check_precision(config.precision, runtime.device)
+    if config.optim.name != "adamw":
+        load_kernels()
 
 
 def _shard(model: nn.Module, parts: ModelParts, config: Config, runtime: Runtime) -> Sharding:
@@ -141,28 +174,53 @@ def _shard(model: nn.Module, parts: ModelParts, config: Config, runtime: Runtime
         replicate=sharding.replicate,
         reshard_after_forward=sharding.reshard_after_forward,
         offload_params=sharding.offload == "params",
-        pin_memory=runtime.device.type == "cuda",
+        host_gradients=sharding.offload == "optimizer",
+        pin_memory=runtime.device.type == "cuda" and can_pin(),
         compute_dtype=COMPUTE_DTYPES[config.precision],
         reduce_dtype=COMPUTE_DTYPES[sharding.reduce_dtype or "fp32"],
     )
 
 
-def _fill(model: nn.Module, hf_config: Any, config: Config) -> None:
-    if config.model.init == "random":
-        initialize_randomly(model, hf_config, seed=config.train.seed, trust_remote_code=config.model.trust_remote_code)
+def _fill(model: nn.Module, optimizer: torch.optim.Optimizer, hf_config: Any, config: Config) -> None:
+    section, targets = config.model, trained_weights(model, optimizer)
+    if section.init == "random":
+        initialize_randomly(targets, hf_config, seed=config.train.seed, trust_remote_code=section.trust_remote_code)
     else:
-        load_weights(model, config.model.path, revision=config.model.revision)
+        load_weights(model, section.path, revision=section.revision, targets=targets)
+    send_masters(optimizer)
 
 
-def _build_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
-    return build_adamw(
-        model,
-        lr=optim.lr,
-        betas=(optim.betas[0], optim.betas[1]),
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-        no_decay=optim.no_decay,
-        implementation=optim.implementation,
+def _build_optimizer(model: nn.Module, config: Config, sharding: Sharding, runtime: Runtime) -> torch.optim.Optimizer:
+    """Build torch's AdamW where it can do what is asked for, else ours."""
+    optim = config.optim
+    groups = build_parameter_groups(model, weight_decay=optim.weight_decay, no_decay=optim.no_decay)
+    numbers: dict[str, Any] = {"lr": optim.lr, "betas": (optim.betas[0], optim.betas[1]), "eps": optim.eps}
+    if config.steps_with_torch:
+        return build_adamw(groups, **numbers, implementation=optim.implementation)
+    on_host = sharding.offload_params or (sharding.host_gradients and optim.offload_step == "host")
+    computes_on = torch.device("cpu") if on_host else runtime.device
+    numbers |= {
+        "state_dtype": COMPUTE_DTYPES[optim.state_dtype],
+        "seed": config.train.seed,
+        "shard": sharding.shard,
+        "eight_bit": choose_8bit(model, device=computes_on) if optim.name == "adamw_8bit" else None,
+    }
+    if not sharding.host_gradients:
+        return ShardedAdamW(groups, **numbers)
+    pure = config.precision == "bf16_pure"
+    return OffloadedAdamW(
+        groups,
+        **numbers,
+        gradients=HostGradients(
+            reduction_units(sharding),
+            device=runtime.device,
+            dtype=COMPUTE_DTYPES[config.sharding.reduce_dtype or "fp32"] if pure else torch.float32,
+            shards=sharding.shard_group,
+            release=release_reduced,
+        ),
+        master_dtype=None if pure else torch.float32,
+        device=runtime.device,
+        on_device=not on_host,
     )
 
 
@@ -179,6 +237,8 @@ def _prepare(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimize
     owned = {id(parameter) for parameter in model.parameters()}
     stray = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in owned]
     assert not stray, f"{len(stray)} optimizer parameters are not parameters of the sharded model"
+    if isinstance(optimizer, ShardedAdamW | OffloadedAdamW):
+        optimizer.create_state()  # not before: `prepare` would copy it
 
 
 def _facts(
@@ -190,26 +250,32 @@ def _facts(
     optimizer: torch.optim.Optimizer,
 ) -> tuple[str, ...]:
     total = sum(parameter.numel() for parameter in model.parameters())
-    local = _local_numel(model.parameters())
-    trained = _local_numel(p for p in model.parameters() if p.requires_grad)
+    costs = _bytes_a_parameter(optimizer)
     tensors = [(len(group["params"]), group["weight_decay"] > 0) for group in optimizer.param_groups]
     decayed, rest = (sum(count for count, decays in tensors if decays is wanted) for wanted in (True, False))
     where = f"{format_number(decayed, 'tensor')}, none on {rest}"
     decay = f"weight decay {config.optim.weight_decay:g} on {where}" if decayed else "no decay"
     world = format_number(runtime.world_size, "rank")
-    compute = "" if config.precision == "fp32" else f", {config.precision} compute"
+    weights = {
+        "fp32": "fp32 weights",
+        "bf16_pure": "bf16 weights without masters, rounded stochastically",
+    }.get(config.precision, f"fp32 masters, {config.precision} compute")
     strategy = strategy_name(config.sharding.zero_stage, config.sharding.replicate)
     lines = [
-        f"model {config.model.path}: {format_count(total)} parameters, fp32 masters{compute}, "
+        f"model {config.model.path}: {format_count(total)} parameters, {weights}, "
         f"{config.sharding.reduce_dtype or 'fp32'} reduction, fp32 loss",
         f"sharded {format_number(n_layers, 'decoder layer')} over {world} ({strategy}"
-        f"{', parameters offloaded to the host' if config.sharding.offload == 'params' else ''}): "
-        f"{format_bytes(4 * local)} of parameters, {format_bytes(12 * trained)} of gradients and optimizer state "
-        "a rank",
+        f"{_OFFLOADED[config.sharding.offload]}): "
+        f"{format_bytes(_local_bytes(model.parameters()))} of parameters a rank",
+        f"{sum(costs.values()):.4g} bytes a trained parameter: "
+        + ", ".join(f"{name} {size:.4g}" for name, size in costs.items()),
         f"activation checkpointing: {len(recomputed)} of {n_layers} decoder layers are recomputed",
-        f"AdamW ({config.optim.implementation}): {decay}",
+        f"AdamW ({config.optim.implementation if config.steps_with_torch else 'on local shards'}): {decay}",
+        *_offload_facts(config, optimizer),
         *describe_fallback(config.model.attention, model.config),
     ]
+    if isinstance(optimizer, ShardedAdamW | OffloadedAdamW) and optimizer.eight_bit is not None:
+        lines += describe_8bit(model, optimizer.eight_bit)
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     if frozen:
         numel = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
@@ -218,5 +284,43 @@ def _facts(
     return tuple(lines)
 
 
-def _local_numel(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in parameters)
+def _offload_facts(config: Config, optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    if isinstance(optimizer, OffloadedAdamW):
+        held = list(optimizer.host_tensors())
+        yield (
+            f"optimizer on the host: {format_bytes(sum(t.numel() * t.itemsize for t in held))} a rank for masters, "
+            f"averages and gradients; the step runs on the {config.optim.offload_step}"
+        )
+    pins = optimizer.is_pinned if isinstance(optimizer, OffloadedAdamW) else can_pin()
+    if config.sharding.offload != "none" and torch.cuda.is_available() and not pins:
+        yield "host memory could not be pinned (a driver or memlock limit): transfers do not overlap with computing"
+
+
+_OFFLOADED = {
+    "none": "",
+    "optimizer": ", gradients, averages and masters on the host",
+    "params": ", parameters offloaded to the host",
+}
+
+
+def _bytes_a_parameter(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Return what a trained parameter costs at rest, over the ranks, in the order weights, gradients, state."""
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [state for p in trained for state in optimizer.state.get(p, {}).values()]
+    numel = sum(p.numel() for p in trained)
+    return {
+        "weights": sum(p.numel() * p.itemsize for p in trained) / numel,
+        "gradients": sum(p.numel() * _gradient_bytes(p, optimizer) for p in trained) / numel,
+        # torch's AdamW makes its two averages in the first step.
+        "optimizer state": sum(s.numel() * s.itemsize for s in states) / numel if states else 8.0,
+    }
+
+
+def _gradient_bytes(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> int:
+    if isinstance(optimizer, OffloadedAdamW):
+        return optimizer.gradients[parameter].itemsize
+    return (parameter.grad_dtype or parameter.dtype).itemsize
+
+
+def _local_bytes(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(getattr(p, "to_local", lambda p=p: p)().nbytes for p in parameters)

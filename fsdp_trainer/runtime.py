@@ -18,6 +18,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fsdp_trainer.cuda_allocator import use_expandable_segments
 from fsdp_trainer.errors import ConfigError, DistributedError, Interrupted
 from fsdp_trainer.patches import promote_cpu_ranks_to_fsdp
 from fsdp_trainer.units import format_number
@@ -120,6 +121,7 @@ def build_runtime(
     Without launch variables this is a run of one process. Raises DistributedError when fewer ranks are up than were
     launched or when FSDP did not become active.
     """
+    use_expandable_segments(os.environ)
     use_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") or not torch.cuda.is_available()
     _describe_single_process()
     if not dist.is_initialized():

@@ -11,32 +11,52 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from fsdp_trainer.gloo_reduce_scatter import GlooReduceScatter
 from fsdp_trainer.model import ModelParts, modules_in_fp32
+from fsdp_trainer.patches import keep_reduced_gradients
 from fsdp_trainer.runtime import Runtime
 
 STRATEGIES = ("NO_SHARD", "SHARD_OPT", "SHARD_GRAD_OP", "FULL_SHARD")  # by ZeRO stage
-COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+COMPUTE_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "bf16_pure": torch.bfloat16,
+}
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """The sharded units of one model and what their stage does between micro-batches."""
+    """The sharded units of one model and what their stage does between micro-batches.
+
+    shard: which shard this rank holds, from 0; ranks that hold equal copies have the same.
+    """
 
     root: FSDPModule
     units: tuple[FSDPModule, ...]
     zero_stage: int
     replicate: int
+    shard: int
     offload_params: bool
+    host_gradients: bool
+    mesh: DeviceMesh
 
     @property
     def reduce_every_micro_batch(self) -> bool:
         """True where gradients stay sharded between micro-batches; an offloaded one must leave the device anyway."""
-        return self.zero_stage >= 2 or self.offload_params
+        return self.zero_stage >= 2 or self.offload_params or self.host_gradients
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the shards of one copy between them; None where every rank holds a whole one."""
+        last = self.mesh.ndim - 1
+        return self.mesh.get_group(last) if self.mesh.size(last) > 1 else None
 
     def before_micro_batch(self, *, is_last: bool) -> None:
         """Set what the next forward and backward gather, keep and reduce; see [Note: stages]."""
@@ -44,7 +64,7 @@ class Sharding:
             self.root.set_reshard_after_backward(is_last)
         if not self.reduce_every_micro_batch:
             self.root.set_requires_gradient_sync(is_last)
-        elif self.replicate > 1:
+        elif self.replicate > 1 and not self.host_gradients:
             # Shards are summed inside a group every micro-batch; only the last sum crosses the groups.
             self.root.set_requires_all_reduce(is_last)
 
@@ -78,16 +98,20 @@ def apply_sharding(
     replicate: int,
     reshard_after_forward: int | None,
     offload_params: bool,
+    host_gradients: bool,
     pin_memory: bool,
     compute_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
 ) -> Sharding:
     """Shard the model in place, one unit per decoder layer, and return its units.
 
-    Masters stay in the dtype the model was built in; compute casts to `compute_dtype`, gradients are reduced in
-    `reduce_dtype`. `reshard_after_forward=k` lets the backward gather within k ranks. `offload_params` keeps weights,
-    gradients and optimizer state in host memory; it reduces every micro-batch, as a gradient must leave the device.
+    Weights rest in the dtype the model was built in; compute casts to `compute_dtype`, gradients are reduced in
+    `reduce_dtype` and kept in it or in their weight's dtype, whichever is wider. `reshard_after_forward=k` lets the
+    backward gather within k ranks. `offload_params` keeps weights, gradients and optimizer state in host memory; it
+    reduces every micro-batch, as a gradient must leave the device. So does `host_gradients`, which leaves weights only.
     """
+    if host_gradients and mesh.size() == 1:
+        return _leave_whole(model, mesh=mesh, zero_stage=zero_stage)
     reshard: bool | int = zero_stage == 3
     if zero_stage == 3 and reshard_after_forward is not None:
         reshard = reshard_after_forward
@@ -115,13 +139,78 @@ def apply_sharding(
     if mesh.device_type == "cpu":
         for unit in units:
             unit.set_custom_reduce_scatter(GlooReduceScatter())
+    for unit in units:
+        keep_reduced_gradients(unit, reduce_dtype)
     return Sharding(
         root=model,
         units=units,
         zero_stage=zero_stage,
         replicate=replicate,
+        shard=dist.get_rank() % mesh.size(mesh.ndim - 1),  # the mesh's last dimension is the one that shards
         offload_params=offload_params,
+        host_gradients=host_gradients,
+        mesh=mesh,
     )
+
+
+def _leave_whole(model: nn.Module, *, mesh: DeviceMesh, zero_stage: int) -> Sharding:
+    """Make the only rank's model an FSDP module that manages no parameter.
+
+    There is nothing to gather, to reduce or, at rest in the compute dtype, to cast; a unit would only copy its weights
+    and its gradients, which for a large vocabulary is gigabytes. Gradients come from autograd one tensor at a time.
+    """
+    fully_shard(model, mesh=mesh, ignored_params=set(model.parameters()))
+    assert isinstance(model, FSDPModule)
+    return Sharding(
+        root=model,
+        units=(model,),
+        zero_stage=zero_stage,
+        replicate=1,
+        shard=0,
+        offload_params=False,
+        host_gradients=True,
+        mesh=mesh,
+    )
+
+
+def widen_gradients(model: nn.Module, parts: ModelParts, reduce_dtype: torch.dtype) -> None:
+    """Let weights narrower than `reduce_dtype` take gradients of it; see `patches.keep_reduced_gradients`.
+
+    Of weights that no unit reduces only an untied head: the loss sums its gradient in fp32, a copy of which in the
+    weight's dtype would be one more table of the vocabulary.
+    """
+    alone = None if parts.tied else parts.head.weight
+    for parameter in model.parameters():
+        narrower = parameter.requires_grad and parameter.dtype.itemsize < reduce_dtype.itemsize
+        if narrower and (isinstance(parameter, DTensor) or parameter is alone):
+            parameter.grad_dtype = reduce_dtype
+
+
+def reduction_units(sharding: Sharding) -> dict[nn.Parameter, Any]:
+    """Return what each trainable parameter is reduced with: an FSDP unit, or alone where FSDP manages none."""
+    found: dict[nn.Parameter, Any] = {
+        parameter.sharded_param: unit for unit in _units_of(sharding) for parameter in unit.fsdp_params
+    }
+    root: Any = sharding.root
+    trained = [parameter for parameter in root.parameters() if parameter.requires_grad]
+    return {parameter: found.get(parameter, parameter) for parameter in trained}
+
+
+def release_reduced(unit: Any) -> None:
+    """Free a unit's reduced gradients, which have been copied elsewhere.
+
+    With replicas FSDP2 keeps them until the backward ends, so that no memory is used again while an all-reduce may
+    still write to it (torch PR 180900); a copy that was waited for came after it.
+    """
+    if getattr(unit, "_all_reduce_state", None) is not None:
+        unit._all_reduce_state = None
+
+
+def _units_of(sharding: Sharding) -> list[Any]:
+    """Return FSDP2's own objects for the units, which know parameters and dtypes."""
+    states = {id(state): state for state in (unit._get_fsdp_state() for unit in sharding.units)}
+    groups = (state._fsdp_param_group for state in states.values())
+    return [group for group in groups if group is not None]
 
 
 def _outer_units(parts: ModelParts) -> Sequence[list[nn.Module]]:

@@ -28,8 +28,10 @@ class StepOutput:
     skipped: torch.Tensor
 
 
-def train_step(run: Run, window: Window, *, learning_rate: float) -> StepOutput:
+def train_step(run: Run, window: Window, *, learning_rate: float, optimizer_step: int) -> StepOutput:
     """Accumulate the window's gradients, clip by the global norm, and move the weights once.
+
+    `optimizer_step` is how often the run has moved its weights before; a skipped step does not count.
 
     The labels are what a profile shows and what the memory ledger takes its phases from.
     """
@@ -46,11 +48,9 @@ def train_step(run: Run, window: Window, *, learning_rate: float) -> StepOutput:
         # A gathered weight would hide the update from the next forward.
         run.sharding.reshard_all()
         with record_function("clip"):
-            if run.scaler is not None:
-                run.scaler.unscale_(run.optimizer)
             grad_norm = _clip_gradients(run)
         with record_function("step"):
-            skipped = _move_weights(run, grad_norm, learning_rate)
+            skipped = _move_weights(run, grad_norm, learning_rate, optimizer_step)
         run.optimizer.zero_grad(set_to_none=True)
         dist.all_reduce(loss_sum)
         return StepOutput(loss_sum / window.supervised_tokens, grad_norm, skipped)
@@ -89,9 +89,16 @@ def _forward(run: Run, micro_batch: MicroBatch, scale: torch.Tensor) -> tuple[to
 
 
 def _clip_gradients(run: Run) -> torch.Tensor:
-    """Scale all gradients down to `max_grad_norm` by their true global norm; return the norm before that."""
+    """Scale all gradients down to `max_grad_norm` by their true global norm; return the norm before that.
+
+    Whatever the scaler has put on them comes off first.
+    """
+    if run.host_gradients is not None:
+        return run.host_gradients.clip(run.config.optim.max_grad_norm, scaler=run.scaler)
+    if run.scaler is not None:
+        run.scaler.unscale_(run.optimizer)
     parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    norm = _total_norm([p.grad for p in parameters if p.grad is not None])
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
     if run.config.optim.max_grad_norm:
@@ -99,7 +106,15 @@ def _clip_gradients(run: Run) -> torch.Tensor:
     return norm.float()
 
 
-def _move_weights(run: Run, grad_norm: torch.Tensor, learning_rate: float) -> torch.Tensor:
+def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    if all(gradient.dtype == torch.float32 for gradient in gradients):
+        return torch.nn.utils.get_total_norm(gradients)
+    # The norm of a bf16 tensor comes back in bf16, 0.4 % wide, unless told otherwise.
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _move_weights(run: Run, grad_norm: torch.Tensor, learning_rate: float, optimizer_step: int) -> torch.Tensor:
     """Step the optimizer unless the global norm is not finite; every rank has the same norm, so all agree.
 
     The fused kernel takes the verdict as a device scalar (`found_inf`) and leaves weights, moments and step counts
@@ -107,12 +122,13 @@ def _move_weights(run: Run, grad_norm: torch.Tensor, learning_rate: float) -> to
     """
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate
+    # Read by ShardedAdamW; torch's AdamW counts by itself, on the device.
+    run.optimizer.optimizer_step = optimizer_step  # type: ignore[attr-defined]
     skipped = (~torch.isfinite(grad_norm)).float()
+    if run.config.optim.implementation == "fused":
+        run.optimizer.found_inf = skipped  # type: ignore[attr-defined]
+    run.optimizer.step()
     if run.scaler is not None:
-        run.scaler.step(run.optimizer)
+        # Not `scaler.step`: it would look for gradients again, and where they are on the host it finds none.
         run.scaler.update()
-    else:
-        if run.config.optim.implementation == "fused":
-            run.optimizer.found_inf = skipped  # type: ignore[attr-defined]
-        run.optimizer.step()
     return skipped

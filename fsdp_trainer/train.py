@@ -28,6 +28,7 @@ import psutil  # noqa: E402
 
 from fsdp_trainer.config import Config  # noqa: E402
 from fsdp_trainer.config_reading import check_command_flags  # noqa: E402
+from fsdp_trainer.cuda_allocator import use_expandable_segments  # noqa: E402
 from fsdp_trainer.errors import DistributedError, FolderInUse, FsdpTrainerError, Interrupted, OutputError  # noqa: E402
 from fsdp_trainer.launch_agent import tell_agent  # noqa: E402
 from fsdp_trainer.launch_profile import check_environment  # noqa: E402
@@ -44,6 +45,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--config", metavar="RUN.YAML", help="settings file")
     known, overrides = parser.parse_known_args(words)
     rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    use_expandable_segments(os.environ)
     try:
         check_command_flags(overrides, root=Config, flags=("--config",))
         config = Config.load(known.config, overrides)

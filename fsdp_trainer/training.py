@@ -177,7 +177,7 @@ def train_loop(run: Run, session: _Session, progress: Progress) -> Progress:
                 log_line(note, is_main=runtime.is_main)
             rate = _learning_rate(config, progress.optimizer_steps, session.total_steps)
             started = time.perf_counter()
-            output = train_step(run, window, learning_rate=rate)
+            output = train_step(run, window, learning_rate=rate, optimizer_step=progress.optimizer_steps)
             loss, grad_norm, skipped = _read(output)
             seconds = time.perf_counter() - started
             if skipped or loss != loss:
@@ -453,6 +453,11 @@ def _check_length(config: Config, *, total_steps: int, step: int) -> None:
         )
 
 
+def _exports_all(config: Config) -> bool:
+    """Return whether the exported weights are those that trained, to the last bit."""
+    return config.export.dtype == "fp32" or (config.precision == "bf16_pure" and config.export.dtype == "bf16")
+
+
 def _finish(run: Run, session: _Session, progress: Progress) -> None:
     """Save the last state, export the model, and leave the folder complete."""
     config, runtime, data = run.config, run.runtime, session.data
@@ -462,6 +467,7 @@ def _finish(run: Run, session: _Session, progress: Progress) -> None:
         exported = export_model(
             session.output_dir / "model",
             model=run.model,
+            optimizer=run.optimizer,
             hf_config=run.hf_config,
             tokenizer=data.tokenizer,
             dtype=config.export.dtype,
@@ -470,7 +476,7 @@ def _finish(run: Run, session: _Session, progress: Progress) -> None:
         )
         log_line(
             f"model: {exported.folder} ({format_bytes(exported.total_bytes)}, {config.export.dtype}"
-            + ("" if config.export.dtype == "fp32" else ": updates smaller than its rounding are lost, fp32 keeps them")
+            + ("" if _exports_all(config) else ": updates smaller than its rounding are lost, fp32 keeps them")
             + ")",
             is_main=runtime.is_main,
         )

@@ -47,7 +47,8 @@ def take_steps(run: Run, first: int, last: int) -> None:
 
     rows = documents()
     for step in range(first, last):
-        train_step(run, window_of(run, rows[step:] + rows[:step]), learning_rate=1e-2 / (1 + step))
+        window = window_of(run, rows[step:] + rows[:step])
+        train_step(run, window, learning_rate=1e-2 / (1 + step), optimizer_step=step)
 
 
 def save(run: Run, step: int, **options: Any) -> PendingSave:

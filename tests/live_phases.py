@@ -77,14 +77,18 @@ def measure(run_settings: dict[str, Any], steps: Sequence[Sequence[Any]]) -> dic
     windows = [step_runs.window_of(run, documents) for documents in steps]
     gc.collect()
     live = LivePhases()
-    for tensor in [*run.model.parameters(), *run.model.buffers()]:
+    state = [tensor for values in run.optimizer.state.values() for tensor in values.values()]  # where it is there yet
+    eight_bit = getattr(run.optimizer, "eight_bit", None)
+    state += vars(eight_bit.tables).values() if eight_bit else ()
+    gradients = run.host_gradients.tensors() if run.host_gradients is not None else ()
+    for tensor in [*run.model.parameters(), *run.model.buffers(), *state, *gradients]:
         live.count(tensor)
     for window in windows:
         for tensor in tensors_of(window):
             live.count(tensor)
     with live:
-        for window in windows:
-            train_step(run, window, learning_rate=1e-3)
+        for step, window in enumerate(windows):
+            train_step(run, window, learning_rate=1e-3, optimizer_step=step)
         run.model.eval()
         total = torch.zeros((), dtype=torch.float64)
         for _ in range(2):

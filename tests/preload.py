@@ -7,6 +7,7 @@ import gc
 import threading
 
 import accelerate  # noqa: F401
+import bitsandbytes  # noqa: F401
 import numpy  # noqa: F401
 import torch
 import torch.distributed.checkpoint

@@ -82,7 +82,9 @@ def captured_gradients(run: Run) -> Iterator[dict[str, torch.Tensor]]:
 
     def capture(*_: Any) -> None:
         for name, parameter in run.model.named_parameters():
-            if parameter.grad is not None:
+            if run.host_gradients is not None and parameter in run.host_gradients:
+                gradients[name] = _whole_from_host(run, parameter)
+            elif parameter.grad is not None:
                 gradients[name] = whole(parameter.grad)
 
     hook = run.optimizer.register_step_pre_hook(capture)
@@ -92,6 +94,22 @@ def captured_gradients(run: Run) -> Iterator[dict[str, torch.Tensor]]:
         hook.remove()
 
 
+def _whole_from_host(run: Run, parameter: Any) -> torch.Tensor:
+    """Return a gradient that is on the host, whole, as the optimizer takes it."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    assert run.host_gradients is not None
+    local = (run.host_gradients[parameter] * run.host_gradients.factor).float()
+    if not isinstance(parameter, DTensor):
+        return local.view(parameter.shape)
+    shape = parameter.to_local().shape
+    layout = {"shape": parameter.shape, "stride": parameter.stride(), "run_check": False}
+    gradient = DTensor.from_local(local.view(shape), parameter.device_mesh, parameter.placements, **layout)
+    assert isinstance(gradient, torch.Tensor)
+    return whole(gradient)
+
+
 def one_step(run_settings: dict[str, Any], rows: Sequence[Row], lr: float = 1e-3) -> dict[str, Any]:
     """Take one optimizer step over all rows; return loss, grad_norm, whole gradients, and weights before and after."""
     from fsdp_trainer.step import train_step
@@ -99,7 +117,7 @@ def one_step(run_settings: dict[str, Any], rows: Sequence[Row], lr: float = 1e-3
     run = build(run_settings)
     before = parameters(run)
     with captured_gradients(run) as gradients:
-        output = train_step(run, window_of(run, rows), learning_rate=lr)
+        output = train_step(run, window_of(run, rows), learning_rate=lr, optimizer_step=0)
     return {
         "loss": output.loss.item(),
         "loss_dtype": str(output.loss.dtype),

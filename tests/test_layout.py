@@ -26,6 +26,7 @@ PARTS = {
     "train": "cli",
     "launch": "launch",
     "launch_profile": "config",
+    "cuda_allocator": "config",
     "launch_agent": "launch",
     "saving": "training",
     "rank_watch": "training",
@@ -124,7 +125,7 @@ WITHOUT_TORCH = (
     "",
     "__main__",
 )
-WITHOUT_TORCH += ("run_lock", "data", "data.sources", "data.formats", "data.readers")
+WITHOUT_TORCH += ("cuda_allocator", "run_lock", "data", "data.sources", "data.formats", "data.readers")
 WITHOUT_TORCH += ("memory", "memory.hardware", "memory.estimate")
 WITHOUT_TORCH += ("memory.simulation", "memory.ledger")
 WITHOUT_TORCH += ("memory.host", "memory.quick", "memory.simulation_text", "report")

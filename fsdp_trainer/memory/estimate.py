@@ -15,6 +15,7 @@ class Recipe:
     """Bytes a parameter: weights at rest, gradients, optimizer state, and what the optimizer's step adds for a moment.
 
     `compute` is the copy in compute dtype that exists only while gathered; 0 where the weights themselves are used.
+    `vector_state`: the state of embeddings, norms and biases where it is another one; None where it is not.
     """
 
     weights: float
@@ -22,6 +23,7 @@ class Recipe:
     optimizer_state: float
     step: float
     compute: float
+    vector_state: float | None = None
 
     @property
     def total(self) -> float:
@@ -29,6 +31,9 @@ class Recipe:
         return self.weights + self.gradients + self.optimizer_state
 
 
+# Elements that ShardedAdamW (optim/sharded_adamw.py) takes at once: 16 MiB in fp32, enough to fill a GPU and small
+# beside a layer; a multiple of the blocks below.
+STEP_PIECE = 2**22
 # Block-wise states: one byte (or half) an element and one fp32 scale a block, for two averages. bitsandbytes 0.50 and
 # torchao 0.18: 8-bit blocks of 256; torchao 4-bit blocks of 128.
 ADAMW_8BIT_STATE = 2 * (1 + 4 / 256)
@@ -136,6 +141,9 @@ def estimate_zero_infinity_activations(
 PUBLISHED_BYTES_PER_LOGIT = {"baseline": (12, 8, 14), "compile": (2, 6, 8)}
 
 
+HEAD_ROWS = 8192  # loss.py
+
+
 @dataclass(frozen=True)
 class LossMemory:
     """What the loss holds, in bytes: at its worst in the forward, from there to its backward, and at worst in that.
@@ -158,13 +166,14 @@ def estimate_loss(
     chunk_tokens: int | None = None,
     compute_bytes: int = 2,
     bytes_per_logit: float | None = None,
+    hands_over_sum: bool = False,
 ) -> LossMemory:
     """Return what loss.py's two kinds of loss take on top of the last hidden states; every token supervised.
 
     plain: logits in compute dtype, their fp32 copy and its log-softmax (kept), then two gradients beside it: 12 bytes
     at the peak where one that keeps `outputs.logits` has 14. `bytes_per_logit` replaces that peak (8 compiled).
     chunked: one chunk's logits twice, the hidden states' copy and gradient, and the head's gradient, summed in fp32
-    where there is more than one chunk.
+    where there is more than one chunk. `hands_over_sum`: that sum is the gradient, and grows some rows at a time.
     """
     if kind == "plain":
         logits = tokens * vocab
@@ -174,11 +183,13 @@ def estimate_loss(
     chunk = min(tokens, chunk_tokens or max(256, 2**26 // vocab))
     table = vocab * hidden
     several = chunk < tokens
+    whole = several and not hands_over_sum
     weight_gradient = table * (4 if several else compute_bytes)
     rows = 2 * tokens * hidden * compute_bytes  # gathered rows and their gradient
     in_chunk = chunk * vocab * (4 + compute_bytes)
-    in_product = chunk * vocab * compute_bytes + table * compute_bytes * several
-    cast = table * compute_bytes * several
+    rows_at_once = min(vocab, HEAD_ROWS) * hidden * several
+    in_product = chunk * vocab * compute_bytes + (table if whole else rows_at_once) * compute_bytes
+    cast = table * compute_bytes * whole
     kept = rows + weight_gradient
     # One chunk has no earlier chunk's gradient beside its logits.
     forward = kept + max(in_chunk, in_product) if several else max(rows + in_chunk, kept + in_product)

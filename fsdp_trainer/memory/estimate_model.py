@@ -314,25 +314,30 @@ def _dense_layers(config: Mapping[str, Any], layers: int) -> int:
 
 def count_layer_parameters(shape: ModelShape, *, dense: bool = False) -> int:
     """Return the parameters of one decoder layer; `dense` chooses the layer without experts where a model has both."""
-    h, rules = shape.hidden, shape.rules
+    return _layer_matrices(shape, dense=dense) + _layer_vectors(shape, dense=dense)
+
+
+def _layer_matrices(shape: ModelShape, *, dense: bool) -> int:
+    h, experts, per_ffn = shape.hidden, shape.experts, (3 if shape.rules.gated else 2) * shape.hidden
     attention = h * (shape.query_size + 2 * shape.kv_size) + shape.query_size * h
-    attention += (shape.query_size + 2 * shape.kv_size) * shape.qkv_bias + h * shape.out_bias
-    if rules.qk_norm == "head":
-        attention += 2 * shape.head_dim
-    elif rules.qk_norm == "all":
-        attention += shape.query_size + shape.kv_size
-    norms = rules.norms * h * (1 + rules.norm_bias)
-    if shape.experts is None or dense:
-        return attention + norms + _mlp_parameters(shape, shape.ffn)
-    experts = shape.experts
+    if experts is None or dense:
+        return attention + per_ffn * shape.ffn
     routed = experts.count * 3 * h * experts.ffn + experts.count * h
-    return attention + norms + routed + 3 * h * experts.shared_ffn + h * experts.shared_gate
+    return attention + routed + 3 * h * experts.shared_ffn + h * experts.shared_gate
 
 
-def _mlp_parameters(shape: ModelShape, ffn: int) -> int:
-    matrices = 3 if shape.rules.gated else 2
-    biases = (matrices - 1) * ffn + shape.hidden
-    return matrices * shape.hidden * ffn + biases * shape.mlp_bias
+def _layer_vectors(shape: ModelShape, *, dense: bool) -> int:
+    """Norms and biases."""
+    h, rules = shape.hidden, shape.rules
+    vectors = rules.norms * h * (1 + rules.norm_bias)
+    vectors += (shape.query_size + 2 * shape.kv_size) * shape.qkv_bias + h * shape.out_bias
+    if rules.qk_norm == "head":
+        vectors += 2 * shape.head_dim
+    elif rules.qk_norm == "all":
+        vectors += shape.query_size + shape.kv_size
+    if shape.experts is None or dense:
+        vectors += ((1 if rules.gated else 0) * shape.ffn + shape.ffn + h) * shape.mlp_bias
+    return vectors
 
 
 def count_layers(shape: ModelShape) -> list[int]:
@@ -368,6 +373,13 @@ def matrices(shape: ModelShape) -> list[tuple[int, int]]:
         shared = mlp(experts.shared_ffn) if experts.shared_ffn else []
         found += [*attention, (h, q), *routed, *shared] * (shape.layers - shape.dense_layers)
     return found
+
+
+def count_matrices(shape: ModelShape) -> int:
+    """Return the parameters in matrices: all but embeddings (a tied head is one), norms and biases."""
+    sparse, head = shape.layers - shape.dense_layers, 0 if shape.tied else shape.vocab * shape.hidden
+    layers = _layer_matrices(shape, dense=True) * shape.dense_layers + _layer_matrices(shape, dense=False) * sparse
+    return layers + head
 
 
 def count_final_norm(shape: ModelShape) -> int:

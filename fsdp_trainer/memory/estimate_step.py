@@ -15,12 +15,13 @@ sdp_utils: convert_boolean_attn_mask), by way of its inverse, and saves those; e
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from fsdp_trainer.memory.estimate import RECIPES, LossMemory, Recipe, estimate_loss
+from fsdp_trainer.memory.estimate import RECIPES, STEP_PIECE, LossMemory, Recipe, estimate_loss
 from fsdp_trainer.memory.estimate_model import (
     Attention,
     ModelShape,
     count_final_norm,
     count_layer_parameters,
+    count_matrices,
     count_parameters,
     count_positions,
     layer_activation_bytes,
@@ -46,7 +47,10 @@ class StepSettings:
     replicate: int = 1
     reshard_after_forward: int | None = None
     offload_params: bool = False
+    offload_optimizer: bool = False  # gradients leave, and weights rest in the compute dtype
     recipe: Recipe = RECIPES["bf16"]
+    state_when_built: bool = False  # torch's AdamW makes its state in the first step, ours before
+    piece_bytes: int = 0  # an element of the piece that the optimizer widens for a moment
     compute_bytes: int = 2
     reduce_bytes: int = 4
     checkpointing: str = "full"
@@ -81,7 +85,12 @@ class StepSettings:
     @property
     def reduces_every_micro_batch(self) -> bool:
         """Gradients are sharded between micro-batches."""
-        return self.zero_stage >= 2 or self.offload_params
+        return self.zero_stage >= 2 or self.offload_params or self.offload_optimizer
+
+    @property
+    def is_alone(self) -> bool:
+        """No unit gathers or reduces: the only rank, whose weights rest as they compute."""
+        return self.offload_optimizer and self.ranks == 1
 
     @property
     def mask_bytes(self) -> int:
@@ -130,6 +139,7 @@ class _Step:
         self.ledger = _Ledger()
         self.gather_buffer = self.reduce_buffer = 0.0
         self.resident = 0.0 if settings.offload_params else 1.0
+        self.state = state_bytes(shape, settings.recipe) / settings.shards * self.resident
         table, tied = shape.vocab * shape.hidden, shape.tied
         self.dense_first = shape.dense_layers
         self.layers = [
@@ -140,6 +150,9 @@ class _Step:
         self.head = _Unit(table + count_final_norm(shape), True)
         self.embedding = None if tied else _Unit(table, settings.keeps_gathered)
         self.root = _Unit(count_positions(shape), True)
+        self.hands_over_sum = settings.is_alone and not tied and settings.compute_bytes < settings.reduce_bytes
+        # Alone, a layer's gradients leave one by one: two at most, of the largest kind.
+        self.largest_matrices = 2 * shape.hidden * max(shape.ffn, shape.query_size)
 
     # Collectives
 
@@ -149,6 +162,8 @@ class _Step:
         In the forward the buffer lives on until the next unit has been copied out; in the backward it is freed at once.
         `ahead`: the buffer was filled before.
         """
+        if self.settings.is_alone:
+            return
         size = unit.parameters * self.settings.compute_bytes
         before = self.gather_buffer
         if not ahead:
@@ -168,6 +183,8 @@ class _Step:
         self.gather_buffer -= size
 
     def free(self, phase: str, unit: _Unit) -> None:
+        if self.settings.is_alone:
+            return
         self.ledger.change(phase, unsharded_parameters=-unit.parameters * self.settings.compute_bytes)
 
     def keep_part(self, phase: str, unit: _Unit, *, keep: bool = True) -> None:
@@ -181,6 +198,9 @@ class _Step:
         """Reduce a unit's gradient, or keep it whole in the reduction's dtype between micro-batches."""
         settings, ledger = self.settings, self.ledger
         whole = unit.parameters * settings.compute_bytes
+        if settings.is_alone:  # one tensor at a time, each gone when the next one comes
+            ledger.change("backward", unsharded_gradients=-ledger.alive["unsharded_gradients"])
+            return
         wide = unit.parameters * settings.reduce_bytes
         if not settings.reduces_every_micro_batch and not is_last:
             ledger.change("backward", unsharded_gradients=0.0 if accumulates else wide)
@@ -192,7 +212,10 @@ class _Step:
         ledger.change("backward", communication_buffers=wide)
         ledger.change("backward", unsharded_gradients=-whole - kept_whole)
         shard = unit.parameters * settings.recipe.gradients / settings.shards
-        if (accumulates and settings.reduces_every_micro_batch) or settings.offload_params:
+        if settings.offload_optimizer:  # gone when the next unit's come
+            ledger.change("backward", gradients=shard)
+            ledger.change("backward", gradients=shard - ledger.alive["gradients"])
+        elif (accumulates and settings.reduces_every_micro_batch) or settings.offload_params:
             ledger.spike("backward", temporaries=shard)
         else:
             ledger.change("backward", gradients=shard)
@@ -283,6 +306,7 @@ class _Step:
             chunk_tokens=settings.chunk_tokens,
             compute_bytes=settings.compute_bytes,
             bytes_per_logit=settings.bytes_per_logit,
+            hands_over_sum=self.hands_over_sum,
         )
 
     def layer_bytes(self, index: int) -> float:
@@ -315,6 +339,8 @@ class _Step:
         settings, ledger = self.settings, self.ledger
         hidden = settings.tokens * self.shape.hidden * settings.compute_bytes
         loss, norm = self.loss_memory(), settings.tokens * self.shape.hidden * (4 + settings.compute_bytes)
+        if settings.offload_optimizer:  # the last of the micro-batch before leave at the head
+            ledger.change("forward", gradients=-ledger.alive["gradients"])
         ledger.change("forward", activations=norm + loss.kept)
         ledger.spike("forward", temporaries=loss.forward - loss.kept)
         self.free_gather_buffer("forward", self.gather_buffer)
@@ -324,6 +350,8 @@ class _Step:
         ledger.change("backward", activations=-loss.kept)
         frees = is_last or not settings.keeps_gathered
         ledger.change("backward", temporaries=hidden, unsharded_gradients=self.head.parameters * settings.compute_bytes)
+        if self.hands_over_sum:  # which is in fp32
+            ledger.spike("backward", unsharded_gradients=self.head.parameters * settings.compute_bytes)
         ledger.spike("backward", temporaries=2 * norm)
         ledger.change("backward", activations=-norm)
         if self.embedding is not None:
@@ -351,6 +379,8 @@ class _Step:
                 ledger.spike("backward", activations=spike)
             ledger.change("backward", activations=saved)
         gradients = unit.parameters * settings.compute_bytes
+        if settings.is_alone:
+            gradients = min(gradients, self.largest_matrices * settings.compute_bytes)
         for share_left, share_done, temporaries in self.points(number, saved):
             ledger.spike(
                 "backward",
@@ -412,12 +442,19 @@ class _Step:
     def finish(self) -> None:
         settings, ledger = self.settings, self.ledger
         local = count_parameters(self.shape) / settings.shards * self.resident
+        if settings.is_alone:  # the embedding's, the last to come
+            last = self.shape.vocab * self.shape.hidden * settings.compute_bytes
+            ledger.change("clip", gradients=last)
         ledger.change("clip")
+        if settings.offload_optimizer:
+            ledger.change("clip", gradients=-ledger.alive["gradients"])
         if not ledger.alive["optimizer_state"]:
-            ledger.change("step", optimizer_state=local * settings.recipe.optimizer_state)
+            ledger.change("step", optimizer_state=self.state)
         # foreach goes through one parameter group at a time: what decays, and the rest, nearly all of it the embedding.
         table = self.shape.vocab * self.shape.hidden / settings.shards * self.resident
         ledger.spike("step", temporaries=max(table, local - table) * settings.recipe.step)
+        piece = min(STEP_PIECE, self.shape.vocab * self.shape.hidden / settings.shards)
+        ledger.spike("step", temporaries=piece * settings.piece_bytes)
         ledger.change("step", gradients=-ledger.alive["gradients"])
 
     def evaluate(self) -> None:
@@ -441,8 +478,9 @@ class _Step:
         shape, settings = self.shape, self.settings
         largest = max(shape.vocab * shape.hidden, _expert_tensors(shape)) if settings.exports else 0
         size = largest * settings.export_bytes
-        gathered = size + size / settings.shards if settings.shards > 1 else size
-        self.ledger.spike("save", temporaries=gathered)
+        moves = settings.offload_optimizer or settings.export_bytes != settings.recipe.weights
+        cast = size / settings.shards if moves and not settings.is_alone else 0  # its masters are written from the host
+        self.ledger.spike("save", temporaries=cast + (size if settings.shards > 1 else 0))
 
 
 def _mlp_share(shape: ModelShape) -> float:
@@ -463,8 +501,8 @@ def estimate_step(shape: ModelShape, settings: StepSettings) -> Timeline:
     """
     step = _Step(shape, settings)
     step.load()
-    local = count_parameters(shape) / settings.shards * step.resident
-    step.ledger.change("forward", optimizer_state=local * settings.recipe.optimizer_state)
+    made = "load" if settings.state_when_built else "forward"
+    step.ledger.change(made, optimizer_state=step.state)
     count = min(settings.micro_batches, 2)
     for index in range(count):
         step.micro_batch(index=index, is_last=index == count - 1)
@@ -473,6 +511,13 @@ def estimate_step(shape: ModelShape, settings: StepSettings) -> Timeline:
         step.evaluate()
     step.save()
     return step.ledger.moments
+
+
+def state_bytes(shape: ModelShape, recipe: Recipe) -> float:
+    """Return the whole optimizer's state; embeddings, norms and biases may have another one than matrices."""
+    matrices = count_matrices(shape)
+    of_vectors = recipe.optimizer_state if recipe.vector_state is None else recipe.vector_state
+    return matrices * recipe.optimizer_state + (count_parameters(shape) - matrices) * of_vectors
 
 
 def phase_peaks(timeline: Timeline) -> dict[str, int]:

@@ -5,6 +5,7 @@ closed form and the full simulation give their own sizes to the one rule here. N
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from fsdp_trainer.memory.estimate_model import ModelShape, count_parameters, matrices
 
@@ -83,36 +84,45 @@ def estimate_process(
     *,
     process_bytes: int,
     shards: int,
-    offload_params: bool = False,
+    offload: Literal["none", "optimizer", "params"] = "none",
+    landing_bytes: int = 0,
     random_init: bool = False,
     async_save: bool = True,
     exports: bool = True,
     export_bytes: int = 2,
+    weights_bytes: float = 4.0,
+    gradients_bytes: float = 4.0,
     optimizer_bytes: float = 8.0,
 ) -> ProcessParts:
     """Return the parts in closed form; `shards` is the number of ranks one copy of the weights is spread over.
 
-    With `offload_params` weights and gradients (both pinned) and optimizer state stand on the host.
+    Offloaded weights and gradients are pinned: with `offload: params` in torch's blocks, with `optimizer` at their own
+    size, and `landing_bytes` more in which gradients arrive.
     """
     parameters = count_parameters(shape)
-    masters = 4 * parameters // shards
+    weights = round(weights_bytes * parameters) // shards
+    gradients = round(gradients_bytes * parameters) // shards
     state = round(optimizer_bytes * parameters) // shards
-    resident = 2 * pinned_shards(shape, shards=shards) + state if offload_params else 0
+    masters, arriving = 0, 0
+    if offload == "params":
+        masters, arriving = (pinned_shards(shape, shards=shards, itemsize=i) for i in (weights_bytes, gradients_bytes))
+    elif offload == "optimizer":
+        masters, arriving = weights, gradients + landing_bytes
     return ProcessParts(
         process=process_bytes,
         loading=loading_bytes(parameters, random_init=random_init),
-        masters=pinned_shards(shape, shards=shards) if offload_params else 0,
-        resident=resident,
-        staged=masters + state if async_save else 4 * shape.vocab * shape.hidden // shards,
+        masters=masters,
+        resident=0 if offload == "none" else masters + arriving + state,
+        staged=weights + state if async_save else 4 * shape.vocab * shape.hidden // shards,
         keeps_staged=async_save,
         exported=min(EXPORTED_FILE_BYTES, export_bytes * parameters) if exports else 0,
     )
 
 
-def pinned_shards(shape: ModelShape, *, shards: int) -> int:
-    """Return the bytes that a rank's fp32 shards take pinned; of what is no matrix, as it is."""
+def pinned_shards(shape: ModelShape, *, shards: int, itemsize: float = 4) -> int:
+    """Return the bytes that a rank's shards take in torch's pinned blocks; of what is no matrix, as it is."""
     found, rest = 0, count_parameters(shape)
     for rows, columns in matrices(shape):
-        found += pinned_bytes(4 * -(-rows // shards) * columns)
+        found += pinned_bytes(round(itemsize * -(-rows // shards) * columns))
         rest -= rows * columns
-    return found + 4 * rest // shards
+    return found + round(itemsize * rest) // shards

@@ -9,15 +9,22 @@ from typing import Any
 from fsdp_trainer.config import Config
 from fsdp_trainer.config_checks import check_learned_positions
 from fsdp_trainer.errors import ConfigError
-from fsdp_trainer.memory.estimate import GIB, RECIPES
-from fsdp_trainer.memory.estimate_model import FAMILIES, Attention, ModelShape, count_parameters, read_model_shape
-from fsdp_trainer.memory.estimate_step import StepSettings, Timeline, estimate_step, find_peak, phase_peaks
+from fsdp_trainer.memory.estimate import ADAMW_8BIT_STATE, GIB, Recipe
+from fsdp_trainer.memory.estimate_model import (
+    FAMILIES,
+    Attention,
+    ModelShape,
+    count_layer_parameters,
+    count_parameters,
+    read_model_shape,
+)
+from fsdp_trainer.memory.estimate_step import StepSettings, Timeline, estimate_step, find_peak, phase_peaks, state_bytes
 from fsdp_trainer.memory.hardware import Hardware, read_overheads
 from fsdp_trainer.memory.host import ProcessParts, estimate_process, host_memory
 from fsdp_trainer.memory.ledger import PHASES
 from fsdp_trainer.units import format_bytes, format_count
 
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "bf16_pure": 2}
 # A run needs at least what is allocated and, in the published cases that were replayed, up to 16 % more capacity for
 # what the allocator cannot use. Between the two the closed form does not decide.
 ALLOCATOR_MARGIN = 1.16
@@ -89,7 +96,6 @@ def format_quick(result: dict[str, Any]) -> str:
 def step_settings(config: Config, shape: ModelShape, *, ranks: int, capability: float) -> StepSettings:
     """Return what a step's memory depends on of `config` on `ranks` GPUs of one compute capability."""
     sharding, checkpointing = config.sharding, config.activation_checkpointing
-    foreach = "_foreach" if config.optim.implementation == "foreach" else ""
     masked_layers, masks = _masks(config, shape, capability=capability)
     return StepSettings(
         ranks=ranks,
@@ -100,7 +106,10 @@ def step_settings(config: Config, shape: ModelShape, *, ranks: int, capability: 
         replicate=sharding.replicate,
         reshard_after_forward=sharding.reshard_after_forward,
         offload_params=sharding.offload == "params",
-        recipe=RECIPES[("fp32" if config.precision == "fp32" else "bf16") + foreach],
+        offload_optimizer=sharding.offload == "optimizer",
+        recipe=_on_device(config),
+        state_when_built=not config.steps_with_torch,
+        piece_bytes=_piece_bytes(config),
         compute_bytes=_BYTES[config.precision],
         reduce_bytes=_BYTES[sharding.reduce_dtype or "fp32"],
         checkpointing=checkpointing.mode,
@@ -119,6 +128,52 @@ def step_settings(config: Config, shape: ModelShape, *, ranks: int, capability: 
     )
 
 
+def recipe_of(config: Config) -> Recipe:
+    """Return the bytes a parameter that the settings cost."""
+    weights = 2 if config.precision == "bf16_pure" else 4
+    compute = _BYTES[config.precision]
+    averages = 2 * _BYTES[config.optim.state_dtype]
+    return Recipe(
+        weights=weights,
+        gradients=max(weights, _BYTES[config.sharding.reduce_dtype or "fp32"]),
+        optimizer_state=ADAMW_8BIT_STATE if _is_8bit(config) else averages,
+        vector_state=averages,
+        step=4 if config.optim.implementation == "foreach" else 0,
+        compute=0 if compute == weights else compute,
+    )
+
+
+def _on_device(config: Config) -> Recipe:
+    """Return the part of the recipe that GPUs hold."""
+    recipe = recipe_of(config)
+    if config.sharding.offload != "optimizer":
+        return recipe
+    compute = _BYTES[config.precision]
+    reduced = max(compute, _BYTES[config.sharding.reduce_dtype or "fp32"])
+    return Recipe(weights=compute, gradients=reduced, optimizer_state=0, step=0, compute=0)
+
+
+def _is_8bit(config: Config) -> bool:
+    return "8bit" in config.optim.name
+
+
+def _piece_bytes(config: Config) -> int:
+    """Return the bytes an element of optim/sharded_adamw.py's piece: what is widened, and what rounding takes."""
+    recipe = recipe_of(config)
+    averages = 8 if config.optim.state_dtype == "bf16" else 0
+    gradient = 4 if (averages or _is_8bit(config)) and recipe.gradients < 4 else 0
+    widened = (4 if recipe.weights < 4 else 0) + averages + gradient
+    if _is_8bit(config):  # a copy of weight and codes, gone before the rounding
+        widened += 10 if recipe.weights < 4 else 6
+    elif widened:
+        widened += 10  # noise and absolute values in four bytes each, two masks
+    if config.sharding.offload != "optimizer":
+        return widened
+    # On the device two pieces of everything are there at once: optim/offloaded_adamw.py.
+    passing = recipe.weights + recipe.gradients + recipe.optimizer_state
+    return widened + 2 * int(passing) if config.optim.offload_step == "device" else 0
+
+
 def _read(config: Config, hardware: Hardware) -> tuple[ModelShape, StepSettings]:
     if config.model.freeze:
         raise ConfigError(
@@ -126,9 +181,11 @@ def _read(config: Config, hardware: Hardware) -> tuple[ModelShape, StepSettings]
             values=f"model.freeze: {list(config.model.freeze)}",
             fix="leave out --quick: the full simulation freezes them as a run does",
         )
-    if config.precision == "bf16" and not hardware.bf16_flops:
+    if config.precision.startswith("bf16") and not hardware.bf16_flops:
         raise ConfigError(
-            "This GPU only emulates bf16.", values=f"precision: bf16, {hardware}", fix="set precision: fp16"
+            "This GPU only emulates bf16.",
+            values=f"precision: {config.precision}, {hardware}",
+            fix="set precision: fp16",
         )
     shape = read_model_shape(config.model.path)
     if (extra := FAMILIES[shape.family].learned_positions) is not None:
@@ -137,16 +194,33 @@ def _read(config: Config, hardware: Hardware) -> tuple[ModelShape, StepSettings]
 
 
 def _process(config: Config, hardware: Hardware, shape: ModelShape, settings: StepSettings) -> ProcessParts:
+    recipe = recipe_of(config)
     return estimate_process(
         shape,
         process_bytes=read_overheads(hardware.capability)["process"],
         shards=settings.shards,
-        offload_params=settings.offload_params,
+        offload=config.sharding.offload,
+        landing_bytes=_landing(config, shape, settings),
+        weights_bytes=recipe.weights,
+        gradients_bytes=recipe.gradients,
+        optimizer_bytes=state_bytes(shape, recipe) / count_parameters(shape),
         random_init=config.model.init == "random",
         async_save=config.checkpoint.async_save,
         exports=config.export.at_end,
         export_bytes=settings.export_bytes,
     )
+
+
+def _landing(config: Config, shape: ModelShape, settings: StepSettings) -> int:
+    """Return the bytes of a rank in which gradients land that are added to others: two of the largest unit's."""
+    if config.sharding.offload != "optimizer":
+        return 0
+    table = shape.vocab * shape.hidden
+    if settings.is_alone:
+        size = settings.compute_bytes + (4 if settings.micro_batches > 1 and not shape.tied else 0)
+        return 2 * table * size if settings.compute_bytes < 4 or settings.micro_batches > 1 else 0
+    largest = max(table, max(count_layer_parameters(shape), 0))
+    return 2 * largest * settings.reduce_bytes // settings.shards if settings.micro_batches > 1 else 0
 
 
 def _attention(config: Config, shape: ModelShape, *, capability: float) -> Attention:

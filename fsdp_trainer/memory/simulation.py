@@ -12,11 +12,12 @@ from fsdp_trainer.memory.ledger import PHASES, Ledger
 GIB = 2**30
 # Techniques whose memory the simulation is known to follow, each by a test. A new one is added with its test.
 KNOWN: Mapping[str, frozenset[Any]] = {
-    "optim.name": frozenset({"adamw"}),
+    "optim.name": frozenset({"adamw", "adamw_8bit"}),
     "optim.implementation": frozenset({"fused", "foreach"}),
-    "optim.state_dtype": frozenset({"fp32"}),
-    "sharding.offload": frozenset({"none", "params"}),
-    "precision": frozenset({"fp32", "bf16", "fp16"}),
+    "optim.state_dtype": frozenset({"fp32", "bf16"}),
+    "sharding.offload": frozenset({"none", "params", "optimizer"}),
+    "optim.offload_step": frozenset({"host", "device"}),
+    "precision": frozenset({"fp32", "bf16", "fp16", "bf16_pure"}),
     "activation_checkpointing.mode": frozenset({"none", "full", "every_n_layers"}),
     "activation_checkpointing.offload": frozenset({False}),
     "loss.kind": frozenset({"chunked", "plain"}),

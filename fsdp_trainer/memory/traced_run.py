@@ -85,13 +85,13 @@ def trace_run(
             with runtime.tensors():
                 windows = [_on_fakes(w) for w in windows] if windows else [full_window(config, world_size)] * STEPS
                 trace.mark((tensor for window in windows for tensor in tensors_of(window)), "buffers")
-                for window in windows:
-                    train_step(run, window, learning_rate=config.optim.lr)
+                for step, window in enumerate(windows):
+                    train_step(run, window, learning_rate=config.optim.lr, optimizer_step=step)
                 if config.data.eval is not None:
                     _evaluate(run, windows[-1])
                 staged, exported = _save(run, trace)
         device_ledger, host_ledger = trace.ledgers()
-        if on_gpu:  # what FSDP2 pins of an offloaded run
+        if on_gpu and config.sharding.offload == "params":  # what FSDP2 pins
             host_ledger = host_ledger.rounded(("parameters", "gradients"), pinned_bytes)
         work = None if compute_capability is None else _work_of_step(trace, config.check_world(world_size))
         parameters = sum(parameter.numel() for parameter in run.model.parameters())
@@ -166,10 +166,14 @@ def _mark_as_they_come(run: Run, trace: MemoryTrace) -> None:
 
     def mark_gradients(*_: object) -> None:
         trace.mark((p.grad for p in run.model.parameters() if p.grad is not None), "gradients")
+        if run.host_gradients is not None:
+            trace.mark(run.host_gradients.tensors(), "gradients")
 
     def mark_state(*_: object) -> None:
         for state in run.optimizer.state.values():
             trace.mark((value for value in state.values() if isinstance(value, torch.Tensor)), "optimizer_state")
+        if eight_bit := getattr(run.optimizer, "eight_bit", None):
+            trace.mark(vars(eight_bit.tables).values(), "optimizer_state")
 
     run.optimizer.register_step_pre_hook(mark_gradients)
     run.optimizer.register_step_post_hook(mark_state)
@@ -203,7 +207,7 @@ def _save(run: Run, trace: MemoryTrace) -> tuple[int, int]:
         staged = max(torch.empty_like(local_part(tensor), device="cpu").nbytes for tensor in tensors.values())
     if not config.export.at_end:
         return staged, 0
-    weights = exported_weights(run.model)
+    weights = exported_weights(run.model, run.optimizer)
     dtypes = exported_dtypes(run.model, weights, resolve_dtype(config.export.dtype, run.hf_config, run.model))
     files = plan_files(plan_export(run.model, weights, dtypes), max_bytes=MAX_FILE_BYTES)
     for groups in files.values():

@@ -36,7 +36,7 @@ def build_parameter_groups(model: nn.Module, *, weight_decay: float, no_decay: S
         False: {"params": [], "names": [], "weight_decay": 0.0},
     }
     unmatched = {entry for entry in no_decay if entry not in _KINDS}
-    for name, parameter, kinds in _named_kinds(model):
+    for name, parameter, kinds in named_kinds(model):
         hits = {entry for entry in no_decay if entry in kinds or (entry not in _KINDS and entry in name)}
         unmatched -= hits
         if parameter.requires_grad:
@@ -52,7 +52,7 @@ def build_parameter_groups(model: nn.Module, *, weight_decay: float, no_decay: S
     return [group for group in groups.values() if group["params"]]
 
 
-def _named_kinds(model: nn.Module) -> list[tuple[str, nn.Parameter, set[str | None]]]:
+def named_kinds(model: nn.Module) -> list[tuple[str, nn.Parameter, set[str | None]]]:
     """Return each parameter once, under its first name, with the kinds of every module that holds it."""
     found: dict[int, tuple[str, nn.Parameter, set[str | None]]] = {}
     for prefix, module in model.named_modules():
@@ -63,20 +63,12 @@ def _named_kinds(model: nn.Module) -> list[tuple[str, nn.Parameter, set[str | No
 
 
 def build_adamw(
-    model: nn.Module,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    no_decay: Sequence[str],
-    implementation: str,
+    groups: Sequence[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float, implementation: str
 ) -> torch.optim.AdamW:
-    """Build torch's AdamW on the model's own shards; state is fp32 like the masters, 8 bytes a parameter.
+    """Build torch's AdamW on the groups of `build_parameter_groups`; state is fp32, 8 bytes a parameter.
 
     fused updates in one kernel without temporaries; foreach needs one more shard of memory in the step.
     """
-    groups = build_parameter_groups(model, weight_decay=weight_decay, no_decay=no_decay)
     return torch.optim.AdamW(
-        groups, lr=lr, betas=betas, eps=eps, fused=implementation == "fused", foreach=implementation == "foreach"
+        list(groups), lr=lr, betas=betas, eps=eps, fused=implementation == "fused", foreach=implementation == "foreach"
     )

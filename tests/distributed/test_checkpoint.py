@@ -32,8 +32,20 @@ WAYS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "zero_0": ("llama_tied", 2, {"sharding": {"zero_stage": 0}}),
     "offloaded": ("llama", 2, {"sharding": {"zero_stage": 3, "offload": "params"}}),
     "bf16": ("llama_tied", 2, {"precision": "bf16"}),
+    "pure_bf16": ("llama", 2, {"precision": "bf16_pure", "optim": {"state_dtype": "bf16"}}),
+    "bf16_averages_offloaded": (
+        "llama_tied",
+        2,
+        {"precision": "bf16", "sharding": {"offload": "params"}, "optim": {"state_dtype": "bf16"}},
+    ),
     "fp16_scaler": ("llama", 2, {"precision": "fp16"}),
     "hybrid": ("llama", 4, {"sharding": {"zero_stage": 3, "replicate": 2}}),
+    "8bit_fp16_scaler": ("qwen3", 2, {"precision": "fp16", "optim": {"name": "adamw_8bit"}}),
+    "8bit_pure_bf16_hybrid": (
+        "llama",
+        4,
+        {"precision": "bf16_pure", "sharding": {"replicate": 2}, "optim": {"name": "adamw_8bit"}},
+    ),
 }
 
 

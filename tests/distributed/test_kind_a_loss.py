@@ -44,6 +44,7 @@ STAGES: dict[str, dict[str, Any]] = {
     "stage1": {"zero_stage": 1},
     "stage2": {"zero_stage": 2},
     "stage3": {"zero_stage": 3},
+    "offload_optimizer": {"zero_stage": 1, "offload": "optimizer"},
     "offload": {"zero_stage": 3, "offload": "params"},
 }
 

@@ -26,7 +26,7 @@ def step_and_look(run_settings: dict[str, Any], rows: list[list[models.Document]
     embedding, head = run.model.get_input_embeddings(), run.model.get_output_embeddings()
     before = embedding.weight is head.weight
     with step_runs.captured_gradients(run) as gradients:
-        train_step(run, step_runs.window_of(run, rows), learning_rate=1e-3)
+        train_step(run, step_runs.window_of(run, rows), learning_rate=1e-3, optimizer_step=0)
     return {
         "tied": before and embedding.weight is head.weight,
         "equal": step_runs.whole(embedding.weight).equal(step_runs.whole(head.weight)),

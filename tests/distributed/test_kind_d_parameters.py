@@ -37,7 +37,7 @@ def decay_with_zero_gradients(run_settings: dict[str, Any], rows: list[list[mode
             parameter.grad.zero_()
 
     run.optimizer.register_step_pre_hook(zero)
-    train_step(run, step_runs.window_of(run, rows), learning_rate=0.1)
+    train_step(run, step_runs.window_of(run, rows), learning_rate=0.1, optimizer_step=0)
     after = step_runs.parameters(run)
     return {"factor": {name: (after[name] / before[name]).nan_to_num(1.0) for name in before}, "before": before}
 
@@ -78,7 +78,7 @@ def look_at_parameters(run_settings: dict[str, Any], rows: list[list[models.Docu
     run = step_runs.build(run_settings)
     names = {id(parameter): name for name, parameter in run.model.named_parameters()}
     before = step_runs.parameters(run)
-    output = train_step(run, step_runs.window_of(run, rows), learning_rate=1e-3)
+    output = train_step(run, step_runs.window_of(run, rows), learning_rate=1e-3, optimizer_step=0)
     after = step_runs.parameters(run)
     held = [names.get(id(p)) for group in run.optimizer.param_groups for p in group["params"]]
     # Modules sharded together (a tied embedding and head) share one state.

@@ -103,12 +103,14 @@ def inject(run_settings: dict[str, Any], documents: list[list[models.Document]],
         output.register_hook(lambda gradient: gradient * float("inf"))
 
     found = []
+    moves = 0
     for step in range(3):
         hooks = []
         if step == at and run.runtime.rank == rank:
             hooks.append(run.model.get_input_embeddings().register_forward_hook(spoil))
         before = step_runs.parameters(run)
-        output = train_step(run, window, learning_rate=1e-3)
+        output = train_step(run, window, learning_rate=1e-3, optimizer_step=moves)
+        moves += not output.skipped.item()
         after = step_runs.parameters(run)
         counts = {int(state["step"].item()) for state in run.optimizer.state.values()}
         moved = {name for name in before if not before[name].equal(after[name])}

@@ -1,6 +1,6 @@
 """Precision (reports I): fp32 masters whatever the source and the compute dtype, so that small updates move weights.
 
-Entries 67, 68, 70 and 72. Pure bf16 with stochastic rounding comes with that setting.
+Entries 67, 68, 70 and 72. Pure bf16 with stochastic rounding: test_pure_bf16.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def steps_and_dtypes(run_settings: dict[str, Any], rows: list[list[models.Docume
     inside: set[str] = set()
     layer = run.model.get_submodule("model.layers.0.mlp")
     layer.register_forward_pre_hook(lambda _, args: inside.add(str(args[0].dtype)))
-    losses = [train_step(run, window, learning_rate=1e-4).loss.item() for _ in range(steps)]
+    losses = [train_step(run, window, learning_rate=1e-4, optimizer_step=step).loss.item() for step in range(steps)]
     after = step_runs.parameters(run)
     return {
         "parameters": {str(parameter.dtype) for parameter in run.model.parameters()},
@@ -123,7 +123,7 @@ def norms_by_denominator(run_settings: dict[str, Any], rows: list[list[models.Do
     run = step_runs.build(run_settings)
     window = step_runs.window_of(run, rows)
     return [
-        train_step(run, replace(window, supervised_tokens=tokens), learning_rate=0.0).grad_norm.item()
+        train_step(run, replace(window, supervised_tokens=tokens), learning_rate=0.0, optimizer_step=0).grad_norm.item()
         for tokens in (256, 255)
     ]
 

@@ -64,7 +64,7 @@ def dropout_losses(run_settings: dict[str, Any], documents: list[list[models.Doc
 
     run = step_runs.build(run_settings)
     window = step_runs.window_of(run, documents)
-    losses = [train_step(run, window, learning_rate=0.0).loss.item() for _ in range(2)]
+    losses = [train_step(run, window, learning_rate=0.0, optimizer_step=0).loss.item() for _ in range(2)]
     masks = [torch.zeros(64) for _ in range(dist.get_world_size())]
     dist.all_gather(masks, torch.rand(64))
     return [losses, [mask.tolist() for mask in masks]]
@@ -163,7 +163,7 @@ def step_with_cache_asked_for(run_settings: dict[str, Any], documents: list[list
         warnings.simplefilter("always")
         run = step_runs.build(run_settings)
         run.model.config.use_cache = True  # type: ignore[union-attr]
-        output = train_step(run, step_runs.window_of(run, documents), learning_rate=1e-3)
+        output = train_step(run, step_runs.window_of(run, documents), learning_rate=1e-3, optimizer_step=0)
     texts = [str(warning.message) for warning in caught]
     return {
         "loss": output.loss.item(),
@@ -189,9 +189,9 @@ def gathers_of_a_step(run_settings: dict[str, Any], documents: list[list[models.
 
     run = step_runs.build(run_settings)
     window = step_runs.window_of(run, documents)
-    train_step(run, window, learning_rate=0.0)
+    train_step(run, window, learning_rate=0.0, optimizer_step=0)
     with CommDebugMode() as counted:
-        train_step(run, window, learning_rate=0.0)
+        train_step(run, window, learning_rate=0.0, optimizer_step=0)
     return {str(collective): count for collective, count in counted.get_comm_counts().items()}
 
 

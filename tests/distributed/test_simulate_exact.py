@@ -46,6 +46,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "optim": {"implementation": "foreach", "max_grad_norm": None},
         },
     ),
+    "offload-optimizer-bf16": (
+        "llama",
+        {
+            "sharding": {"zero_stage": 2, "offload": "optimizer"},
+            "precision": "bf16",
+            "batch": {"global_batch_size": 12, "micro_batch_size": 2},
+        },
+    ),
+    "offload-optimizer-device": (
+        "qwen3_tied",
+        {
+            "sharding": {"offload": "optimizer"},
+            "optim": {"offload_step": "device"},
+            "model": {"freeze": ["model.layers.0"]},
+        },
+    ),
     "gpt2-dropout-full": ("gpt2_dropout", {"activation_checkpointing": FULL}),
     "gemma2-eager-softcap": ("gemma2", {"precision": "bf16"}),
     "gemma3-windows-packed": ("gemma3", {"data": {"packing": True}, "precision": "bf16"}),
@@ -53,18 +69,73 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"sharding": {"reduce_dtype": "bf16"}, "precision": "bf16", "model": {"freeze": ["model.layers.0"]}},
     ),
+    "pure-bf16": ("llama", {"precision": "bf16_pure", "activation_checkpointing": FULL}),
+    "pure-bf16-stage1-bf16-state": (
+        "qwen3",
+        {
+            "sharding": {"zero_stage": 1, "reduce_dtype": "bf16"},
+            "precision": "bf16_pure",
+            "optim": {"state_dtype": "bf16"},
+            "batch": {"global_batch_size": 12, "micro_batch_size": 2},
+        },
+    ),
+    "bf16-state-offload": (
+        "llama_tied",
+        {"sharding": {"offload": "params"}, "precision": "bf16", "optim": {"state_dtype": "bf16"}},
+    ),
+    "8bit": ("llama", {"optim": {"name": "adamw_8bit"}}),
+    "8bit-pure-bf16-stage1": (
+        "qwen3_tied",
+        {
+            "sharding": {"zero_stage": 1, "reduce_dtype": "bf16"},
+            "precision": "bf16_pure",
+            "optim": {"name": "adamw_8bit"},
+            "batch": {"global_batch_size": 12, "micro_batch_size": 2},
+        },
+    ),
+    "8bit-offload-fp16-frozen": (
+        "llama",
+        {
+            "sharding": {"offload": "params"},
+            "precision": "fp16",
+            "optim": {"name": "adamw_8bit"},
+            "model": {"freeze": ["model.layers.0"]},
+        },
+    ),
     "moe": ("mixtral", {"precision": "bf16"}),
     "moe-router": ("qwen3_moe_router", {"activation_checkpointing": FULL}),
+}
+# One rank of a kind of its own: FSDP manages none of its weights.
+ONE_RANK = {
+    "offload-optimizer-alone": (
+        "qwen3_tied",
+        {
+            "sharding": {"offload": "optimizer"},
+            "precision": "bf16",
+            "activation_checkpointing": FULL,
+            "batch": {"global_batch_size": 4, "micro_batch_size": 2},
+        },
+    ),
 }
 # On four ranks: two copies of two shards, and backward gathers within pairs.
 FOUR_RANKS = {
     "hybrid": ("llama", {"sharding": {"replicate": 2}, "batch": {"global_batch_size": 24, "micro_batch_size": 2}}),
     "reshard2": ("llama", {"sharding": {"reshard_after_forward": 2}, "precision": "bf16"}),
+    "hybrid-offload-optimizer-fp16": (
+        "llama",
+        {
+            "sharding": {"replicate": 2, "offload": "optimizer"},
+            "precision": "fp16",
+            "batch": {"global_batch_size": 16, "micro_batch_size": 2},
+        },
+    ),
+    "hybrid-8bit": ("llama", {"sharding": {"replicate": 2}, "precision": "bf16", "optim": {"name": "adamw_8bit"}}),
+    "hybrid-pure-bf16": ("llama", {"sharding": {"replicate": 2}, "precision": "bf16_pure"}),
 }
 
 
 # Where the last rank is simulated too: its rows are shorter, and its shards where nothing divides evenly.
-BOTH_ENDS = ("stage3-packed-bf16-full", "moe", "gpt2-dropout-full")
+BOTH_ENDS = ("hybrid-8bit", "stage3-packed-bf16-full", "moe", "gpt2-dropout-full")
 Case = tuple[dict[str, Any], Any]
 
 
@@ -85,7 +156,7 @@ def measured(
 ) -> dict[str, list[tuple[Any, Any]]]:
     """Return for each case what a real rank held and what the simulated one did: of rank 0, and of the last."""
     found: dict[str, list[tuple[Any, Any]]] = {}
-    for cases, world in ((CASES, 2), (FOUR_RANKS, 4)):
+    for cases, world in ((CASES, 2), (FOUR_RANKS, 4), (ONE_RANK, 1)):
         prepared = {name: prepare(*case, world, model_folder, tmp_path_factory) for name, case in cases.items()}
         prepared_cases |= {name: (world, case) for name, case in prepared.items()}
         real = run_ranks(live_phases.measure_all, world, prepared, timeout=500)
@@ -124,7 +195,7 @@ def same(fake: dict[str, int], real: dict[str, int], *, world: int) -> bool:
     return {**fake, "save": real["save"]} == real and tables in range(0, 16 * world + 1, 8 * world)
 
 
-@pytest.mark.parametrize("case", [*CASES, *FOUR_RANKS])
+@pytest.mark.parametrize("case", [*CASES, *FOUR_RANKS, *ONE_RANK])
 @pytest.mark.timeout(900)  # the first one measures all of them: one group of ranks for all cases
 def test_live_bytes_are_those_of_real_ranks(
     case: str, measured: dict[str, list[tuple[Any, Any]]], prepared_cases: dict[str, tuple[int, Case]]

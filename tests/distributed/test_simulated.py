@@ -77,7 +77,7 @@ def simulate(run_settings: dict[str, Any], documents: list[Any], world: int, ran
     with simulated_runtime(world_size=world, rank=rank) as runtime:
         run = build_run(config, runtime)
         window = step_runs.window_of(run, documents)
-        output = train_step(run, window, learning_rate=1e-3)
+        output = train_step(run, window, learning_rate=1e-3, optimizer_step=0)
         found = describe(run, output)
         evaluated = eval_step(run, window.micro_batches[0])
         run.sharding.reshard_all()
@@ -94,7 +94,7 @@ def really(run_settings: dict[str, Any], documents: list[Any]) -> dict[str, Any]
     from fsdp_trainer.step import train_step
 
     run = step_runs.build(run_settings)
-    return describe(run, train_step(run, step_runs.window_of(run, documents), learning_rate=1e-3))
+    return describe(run, train_step(run, step_runs.window_of(run, documents), learning_rate=1e-3, optimizer_step=0))
 
 
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "unpacked"])

@@ -40,9 +40,9 @@ def count_collectives(run_settings: dict[str, Any], documents: list[list[models.
     run = step_runs.build(run_settings)
     window = step_runs.window_of(run, documents)
     assert len(window.micro_batches) == MICRO_BATCHES
-    train_step(run, window, learning_rate=0.0)  # the first step has set-up of its own
+    train_step(run, window, learning_rate=0.0, optimizer_step=0)  # the first step has set-up of its own
     with CommDebugMode() as counted:
-        train_step(run, window, learning_rate=0.0)
+        train_step(run, window, learning_rate=0.0, optimizer_step=0)
     counts = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
     for collective, count in counted.get_comm_counts().items():
         name = str(collective).replace("alltoall", "reduce_scatter")  # how gloo ranks reduce-scatter here
@@ -99,9 +99,9 @@ def gather_sizes(run_settings: dict[str, Any], documents: list[list[models.Docum
 
     run = step_runs.build(run_settings)
     window = step_runs.window_of(run, documents)
-    train_step(run, window, learning_rate=0.0)
+    train_step(run, window, learning_rate=0.0, optimizer_step=0)
     with Gathers():
-        train_step(run, window, learning_rate=0.0)
+        train_step(run, window, learning_rate=0.0, optimizer_step=0)
     return sizes
 
 
@@ -142,7 +142,7 @@ def look_between(run_settings: dict[str, Any], documents: list[list[models.Docum
     at_rest, between, at_step = [look(run)], [], []
     run.model.register_forward_pre_hook(lambda *_: between.append(look(run)))
     run.optimizer.register_step_pre_hook(lambda *_: at_step.append(look(run)))
-    train_step(run, step_runs.window_of(run, documents), learning_rate=0.0)
+    train_step(run, step_runs.window_of(run, documents), learning_rate=0.0, optimizer_step=0)
     at_rest.append(look(run))
     whole = sum(parameter.numel() for parameter in run.model.parameters())
     return {"whole": whole, "at_rest": at_rest, "between": between[1:], "at_step": at_step}
@@ -204,9 +204,9 @@ def evaluate_between(run_settings: dict[str, Any], documents: list[list[models.D
         return total.item() / window.supervised_tokens
 
     evaluated, trained = [], []
-    for _ in range(3):
+    for step in range(3):
         evaluated.append(evaluate())
-        trained.append(train_step(run, window, learning_rate=1e-2).loss.item())
+        trained.append(train_step(run, window, learning_rate=1e-2, optimizer_step=step).loss.item())
         with torch.no_grad():  # a weight change from outside, as a load makes it
             for parameter in run.model.parameters():
                 parameter.mul_(0.97)

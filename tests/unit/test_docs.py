@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from docs import make_configuration, make_resuming
+from docs import make_combinations, make_configuration, make_resuming
 from fsdp_trainer.config import Config
+from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.resume_rules import RULES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,6 +31,37 @@ def test_configuration_page_names_every_setting() -> None:
 def test_resuming_page_is_up_to_date() -> None:
     expected = make_resuming.format_page(RULES)
     assert make_resuming.PAGE.read_text(encoding="utf-8") == expected, "run python docs/make_resuming.py"
+
+
+@pytest.fixture(scope="module")
+def combinations() -> dict[make_combinations.Combination, frozenset[str]]:
+    """Return what the checks say against every combination."""
+    return make_combinations.find_all_problems()
+
+
+def test_combinations_page_is_up_to_date(combinations: dict[make_combinations.Combination, frozenset[str]]) -> None:
+    expected = make_combinations.format_page(combinations)
+    assert make_combinations.PAGE.read_text(encoding="utf-8") == expected, "run python docs/make_combinations.py"
+
+
+def test_combinations_are_refused_as_a_settings_file_is(
+    combinations: dict[make_combinations.Combination, frozenset[str]],
+) -> None:
+    """Every 23rd one, written down as a user would: refused with those reasons, or accepted."""
+    chosen = list(combinations.items())[::23]
+    assert {bool(problems) for _, problems in chosen} == {True, False}
+    for combination, problems in chosen:
+        settings = {}
+        for name, choice in zip(make_combinations.NAMES, combination, strict=True):
+            settings |= make_combinations.DIMENSIONS[name][choice]
+        said = ""
+        try:
+            Config.from_dict(settings).check_world(make_combinations.RANKS)
+        except ConfigError as error:
+            said = str(error)
+        assert bool(said) == bool(problems), (combination, said)
+        # What depends on the number of ranks is asked only where nothing else is wrong.
+        assert all(problem in said or "offloading the optimizer at stage 0" in problem for problem in problems)
 
 
 def yaml_blocks(page: str) -> list[str]:

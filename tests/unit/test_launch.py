@@ -154,9 +154,10 @@ def test_a_port_of_the_profile_stays(content: dict[str, int]) -> None:
 
 def test_environment_of_the_workers() -> None:
     on_cpu = launch_environment({"A": "1"}, {"use_cpu": True}, processes=1)
-    assert on_cpu == {"A": "1", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": str(count_cores())}
-    assert launch_environment({}, {}, processes=10**6) == {"OMP_NUM_THREADS": "1"}
-    assert launch_environment({"OMP_NUM_THREADS": "3"}, {}, processes=2) == {"OMP_NUM_THREADS": "3"}
+    segments = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert on_cpu == {"A": "1", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": str(count_cores())} | segments
+    assert launch_environment({}, {}, processes=10**6) == {"OMP_NUM_THREADS": "1"} | segments
+    assert launch_environment({"OMP_NUM_THREADS": "3"}, {}, processes=2) == {"OMP_NUM_THREADS": "3"} | segments
 
 
 def test_free_port_is_free() -> None:

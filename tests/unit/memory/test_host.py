@@ -48,9 +48,9 @@ def on_host(
 
 def test_offloaded_state_is_sixteen_bytes_over_all_ranks() -> None:
     """On one node of 8: 16 bytes a parameter on the host, 12 more for the copy that a background save keeps."""
-    plain, offloaded = (on_host(async_save=False, offload_params=offload) for offload in (False, True))
+    plain, offloaded = (on_host(async_save=False, offload=offload) for offload in ("none", "params"))
     assert offloaded.train - plain.train == pytest.approx(16 * PARAMETERS, rel=1e-6)
-    staged = on_host(offload_params=True)
+    staged = on_host(offload="params")
     assert staged.train - offloaded.train == pytest.approx(12 * PARAMETERS, rel=1e-6)
     assert staged.peak == staged.train == staged.save  # the copy is given back before the export
 
@@ -63,7 +63,7 @@ def test_pinned_shards_take_the_next_power_of_two() -> None:
     mlp = 3 * odd.layers * 4 * odd.ffn * odd.hidden // 8
     # gate and up are cut by their 12288 rows; down by its 4096, of 12288 columns: each is a third too small
     assert whole - exact == pytest.approx(mlp / 3, rel=1e-3)
-    grown = on_host(odd, offload_params=True).train - on_host(odd).train
+    grown = on_host(odd, offload="params").train - on_host(odd).train
     assert grown == pytest.approx(8 * (2 * whole + 8 * count_parameters(odd) // 8), rel=1e-6)
 
 
@@ -80,7 +80,7 @@ def test_matrices_are_all_but_vectors(family: str) -> None:
 
 
 def test_nodes_share_what_is_sharded_over_them() -> None:
-    one, two = (on_host(shards=shards, offload_params=True) for shards in (8, 16))
+    one, two = (on_host(shards=shards, offload="params") for shards in (8, 16))
     processes = 8 * PROCESS_BYTES
     assert two.train - processes == pytest.approx((one.train - processes) / 2, rel=1e-6)
 

@@ -24,7 +24,6 @@ NO_TECHNIQUE = {
     "data.on_bad_record",
     "data.shuffle",
     "sharding.reduce_dtype",
-    "optim.offload_step",
     "schedule.name",
     "schedule.warmup_shape",
     "train.on_nonfinite",

@@ -84,9 +84,13 @@ def test_verdicts(tmp_path: Path) -> None:
         ({"batch__global_batch_size": 32}, True),
         ({"sharding__replicate": 2}, True),
         ({"sharding__offload": "params"}, False),
+        ({"sharding__offload": "optimizer"}, False),
         ({"sharding__reduce_dtype": "bf16"}, False),
         ({"model__attention": "eager", "data__seq_len": 4096}, True),
         ({"precision": "fp32"}, True),
+        ({"precision": "bf16_pure"}, False),
+        ({"optim__state_dtype": "bf16"}, False),
+        ({"optim__name": "adamw_8bit"}, False),
     ],
 )
 def test_settings_move_the_peak_the_right_way(tmp_path: Path, settings: dict[str, Any], larger: bool) -> None:
@@ -111,6 +115,29 @@ TRACED = {
     "masks_kept": (
         *("qwen3-0.6b", 6, "4xA100-80GB"),
         {"precision": "fp32", "data__seq_len": 4096, "activation_checkpointing__mode": "none"},
+    ),
+    "pure_bf16": ("llama-2-7b", 6, "4xA100-80GB", {"data__packing": False, "precision": "bf16_pure"}),
+    "pure_bf16_all": (
+        *("qwen3-0.6b", 6, "A100-80GB"),
+        {
+            "data__packing": False,
+            "precision": "bf16_pure",
+            "sharding__reduce_dtype": "bf16",
+            "optim__state_dtype": "bf16",
+        },
+    ),
+    "offload_optimizer": (
+        *("llama-3.1-8b", 6, "2xA100-80GB"),
+        {"data__packing": False, "data__seq_len": 2048, "sharding__offload": "optimizer"},
+    ),
+    "offload_optimizer_alone": (
+        *("llama-3.1-8b", 6, "A100-80GB"),
+        {"data__packing": False, "data__seq_len": 2048, "sharding__offload": "optimizer"},
+    ),
+    "8bit": ("llama-2-7b", 6, "4xA100-80GB", {"data__packing": False, "optim__name": "adamw_8bit"}),
+    "8bit_pure_bf16": (
+        *("qwen3-0.6b", 6, "A100-80GB"),
+        {"data__packing": False, "precision": "bf16_pure", "optim__name": "adamw_8bit"},
     ),
     "offload": ("llama-2-7b", 6, "4xA100-80GB", {"data__packing": False, "sharding__offload": "params"}),
 }

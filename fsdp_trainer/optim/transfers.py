@@ -1,0 +1,80 @@
+"""Copies between a device and the host that overlap with computing: a stream of their own, and pinned host memory.
+
+On a CPU, which has no memory apart, the same calls copy at once.
+"""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+
+
+class Arrival(Protocol):
+    """What a queued copy is waited for with."""
+
+    def synchronize(self) -> None:
+        """Block the host until the copy is done."""
+
+
+class _Arrived:
+    def synchronize(self) -> None:
+        pass
+
+
+class Lane:
+    """A stream that copies go through in order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device.type)
+        self._stream: Any = None if self._module is None else self._module.Stream()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Arrival:
+        """Queue a copy behind all that the current stream has queued.
+
+        Nothing may touch either tensor's memory, nor may the caller let go of it, until the copy was waited for.
+        """
+        if self._module is None:
+            target.copy_(source)
+            return _Arrived()
+        self._stream.wait_stream(self._module.current_stream())
+        with self._module.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        return self._stream.record_event()
+
+    def join(self) -> None:
+        """Let what the current stream queues from here on wait for every copy queued so far."""
+        if self._module is not None:
+            self._module.current_stream().wait_stream(self._stream)
+
+
+def host_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return an uninitialised host tensor of the same shape, sharded as `tensor` is."""
+    return torch.empty_like(tensor, dtype=dtype, device="cpu", requires_grad=False)
+
+
+def can_pin() -> bool:
+    """Tell whether the driver pins host memory at all: under WSL or a small memlock limit it may not."""
+    try:
+        torch.empty(2**20, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError:
+        return False
+    return True
+
+
+def pin(tensors: Iterable[torch.Tensor]) -> bool:
+    """Pin host tensors where they lie; False when the driver refuses, and copies then go through its own buffers.
+
+    In place, because torch's pinned allocator rounds every size up to a power of two (c10, CachingHostAllocator).
+    """
+    if not torch.cuda.is_available():
+        return False
+    runtime: Any = torch.cuda.cudart()
+    for tensor in tensors:
+        address, size = tensor.data_ptr(), tensor.untyped_storage().nbytes()
+        if size == 0:
+            continue
+        if int(runtime.cudaHostRegister(address, size, 1)) != 0:  # 1: portable, for every context
+            return False
+        weakref.finalize(tensor, runtime.cudaHostUnregister, address)
+    return True

@@ -1,0 +1,265 @@
+"""8-bit AdamW against fp32 AdamW, a resume over other ranks, and the bytes that the rule promises."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests import checkpoint_runs, eight_bit_runs, live_phases, models, reference, training_runs
+from tests.distributed.test_pure_bf16 import spoiled
+from tests.ranks import run_ranks
+from tests.training_runs import settings
+
+Folder = Callable[[str], str]
+STEPS, ROWS = 20, 12
+OPTIM = {"name": "adamw_8bit", "max_grad_norm": 0.5}
+
+
+class Case(NamedTuple):
+    """One way to train with 8-bit moments."""
+
+    model: str
+    world: int
+    sharding: dict[str, Any]
+    precision: str
+    micro_batches: int
+    freeze: tuple[str, ...] = ()
+
+
+CASES = {
+    "one-accumulated": Case("llama", 1, {"zero_stage": 0}, "fp32", 4),
+    "stage1-tied": Case("llama_tied", 2, {"zero_stage": 1}, "fp32", 2),
+    "stage2-three-ranks": Case("qwen3", 3, {"zero_stage": 2}, "fp32", 1),
+    "stage3-four-ranks-bf16": Case("llama", 4, {"zero_stage": 3}, "bf16", 1),
+    "hybrid-tied": Case("qwen3_tied", 4, {"zero_stage": 3, "replicate": 2}, "fp32", 3),
+    "fp16-scaler": Case("llama", 2, {"zero_stage": 3}, "fp16", 2),
+    "frozen-stage0": Case("llama", 2, {"zero_stage": 0}, "fp32", 1, ("model.layers.1",)),
+    "offloaded": Case("llama", 2, {"zero_stage": 3, "offload": "params"}, "fp32", 2),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    records, _ = models.make_records(40, seed=0)
+    return models.write_jsonl(records, tmp_path_factory.mktemp("data") / "train.jsonl")
+
+
+@pytest.fixture(scope="module")
+def expected(
+    model_folder: Folder, data: str, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, tuple[str, ...]], reference.Result]:
+    """Return a function of (model, frozen names) that trains the plain reference, once each."""
+    found: dict[Any, reference.Result] = {}
+    recipe = reference.Recipe(
+        lr=1e-3, weight_decay=0.1, max_grad_norm=0.5, warmup_steps=3, min_lr_ratio=0.1, total_steps=STEPS
+    )
+    plain = settings(model_folder("llama"), data, tmp_path_factory.mktemp("plan"), batch=batch(1, 1))
+    plan = run_ranks(training_runs.documents_by_step, 1, plain, STEPS)[0]
+
+    def get(kind: str, freeze: tuple[str, ...]) -> reference.Result:
+        if (kind, freeze) not in found:
+            found[kind, freeze] = run_ranks(train_reference, 1, model_folder(kind), plan, recipe, freeze)[0]
+        return found[kind, freeze]
+
+    return get
+
+
+def train_reference(folder: str, plan: Any, recipe: reference.Recipe, freeze: tuple[str, ...]) -> reference.Result:
+    load = reference.load
+
+    def load_frozen(path: str) -> torch.nn.Module:
+        model = load(path)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not any(part in name for part in freeze))
+        return model
+
+    reference.load = load_frozen
+    try:
+        return reference.train(folder, plan, recipe)
+    finally:
+        reference.load = load
+
+
+def batch(world: int, micro_batches: int) -> dict[str, Any]:
+    return {"global_batch_size": ROWS, "micro_batch_size": ROWS // (world * micro_batches)}
+
+
+def movements(final: dict[str, torch.Tensor], result: reference.Result) -> dict[str, float]:
+    """Return by kind of tensor how far it went along the reference's way, as a share of it, layers pooled."""
+    along: dict[str, float] = defaultdict(float)
+    whole: dict[str, float] = defaultdict(float)
+    for name, theirs in result.final.items():
+        start = result.initial[name].double()
+        kind = name.split(".", 3)[-1] if ".layers." in name else name
+        way = theirs.double() - start
+        along[kind] += ((final[name].double() - start) * way).sum().item()
+        whole[kind] += way.square().sum().item()
+    return {kind: along[kind] / total for kind, total in whole.items() if total}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_8bit_follows_fp32_adamw(name: str, model_folder: Folder, data: str, expected: Any, tmp_path: Path) -> None:
+    case = CASES[name]
+    wanted = expected(case.model, case.freeze)
+    run = settings(
+        model_folder(case.model),
+        data,
+        tmp_path,
+        optim=OPTIM,
+        sharding=case.sharding,
+        precision=case.precision,
+        batch=batch(case.world, case.micro_batches),
+        model={"freeze": list(case.freeze)},
+    )
+    got = run_ranks(training_runs.train, case.world, run, timeout=120)[0]
+    losses = [row["loss"] for row in got["metrics"] if "loss" in row]
+    assert losses == pytest.approx(wanted.losses, rel=0.03)
+    assert losses != pytest.approx(wanted.losses, rel=1e-6), "nothing was kept in 8 bits"
+    moved = movements(got["weights"], wanted)
+    assert all(0.9 < share < 1.1 for share in moved.values()), moved
+    for frozen in (n for n in got["weights"] if any(part in n for part in case.freeze)):
+        assert torch.equal(got["weights"][frozen], wanted.initial[frozen])
+
+
+SPOILT: dict[str, dict[str, Any]] = {
+    "stage3": {"precision": "fp32"},
+    "stage1-fp16-scaler": {"precision": "fp16", "sharding": {"zero_stage": 1}},
+    "pure-bf16": {"precision": "bf16_pure", "sharding": {"reduce_dtype": "bf16"}},
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_step_that_is_not_finite_changes_no_code(name: str, model_folder: Folder, tmp_path: Path) -> None:
+    run = settings(model_folder("llama"), "unused.jsonl", tmp_path, optim=OPTIM, batch=batch(2, 3), **SPOILT[name])
+    rows = [[document] for document in models.make_records(ROWS, seed=12)[1]]
+    for found in run_ranks(spoiled, 2, run, rows):
+        assert found == [(0.0, True), (1.0, False), (0.0, True)]
+
+
+# Another number of ranks
+
+ELASTIC = {
+    "1_to_2": (1, 2, {}, {}),
+    "2_to_1": (2, 1, {}, {}),
+    "2_to_3": (2, 3, {}, {}),
+    "2_to_4": (2, 4, {}, {}),
+    "hybrid_to_plain": (4, 4, {"replicate": 2}, {}),
+    "4_to_whole_2": (4, 2, {}, {"zero_stage": 0}),
+}
+SAVED, TOTAL = 4, 24
+
+
+Saved = Callable[[int, dict[str, Any]], tuple[Path, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def saved_by(model_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Return a function of (ranks, sharding) that trains and saves, once each; gives the folder and what rank 0 saw."""
+    made: dict[str, tuple[Path, dict[str, Any]]] = {}
+
+    def get(world: int, sharding: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
+        key = f"{world} {sharding}"
+        if key not in made:
+            folder = tmp_path_factory.mktemp("saved")
+            run = elastic_settings(model_folder("llama"), folder, world, sharding)
+            made[key] = folder, run_ranks(eight_bit_runs.train_and_save, world, run, SAVED, TOTAL)[0]
+        return made[key]
+
+    return get
+
+
+def elastic_settings(model: str, folder: Path, world: int, sharding: dict[str, Any]) -> dict[str, Any]:
+    return settings(model, "unused.jsonl", folder, optim=OPTIM, sharding=sharding, batch=batch(world, 1))
+
+
+@pytest.mark.parametrize("way", ELASTIC)
+def test_resume_over_other_ranks_goes_on_with_the_same_moments(
+    way: str, saved_by: Saved, model_folder: Folder, tmp_path: Path
+) -> None:
+    before, after, then, now = ELASTIC[way]
+    folder, straight = saved_by(before, then)
+    run = elastic_settings(model_folder("llama"), tmp_path, after, now)
+    resumed = run_ranks(eight_bit_runs.resume, after, run, str(folder), TOTAL)[0]
+    assert resumed["losses"] == pytest.approx(straight["losses"], rel=1e-3)
+    saved = straight["moments"]
+    assert saved.keys() == resumed["moments"].keys() and len(saved) == 2 * 13
+    kept = 0
+    for name, values in saved.items():
+        error = (resumed["moments"][name] - values).abs().max() / values.abs().max()
+        assert error <= 0.008, name
+        kept += int(error == 0)
+    # A shard of an MLP's matrix is whole blocks over one, two or three ranks, of the head over one or two.
+    assert kept >= {"2_to_3": 24, "1_to_2": 26, "2_to_1": 26}.get(way, 0)
+
+
+def test_tensors_shorter_than_the_ranks_come_back_bitwise(tmp_path: Path) -> None:
+    """Three rows over four ranks: one has none, and no shard is a whole number of blocks."""
+    model = run_ranks(save_flat_model, 1, str(tmp_path / "model"))[0]
+    config = elastic_settings(model, tmp_path, 4, {})
+    straight = run_ranks(checkpoint_runs.train_and_save, 4, config, 3, 2, False)
+    resumed = run_ranks(checkpoint_runs.resume_and_train, 4, config, 3)
+    for rank in range(4):
+        assert checkpoint_runs.differing(straight[rank]["at_save"], resumed[rank]["loaded"]) == []
+        assert checkpoint_runs.differing(straight[rank]["end"], resumed[rank]["end"]) == []
+    codes = "optim.model.layers.0.mlp.gate_proj.weight.exp_avg_codes"
+    assert len({rank["at_save"][codes] for rank in straight}) == 4
+    whole = run_ranks(eight_bit_runs.resume, 3, elastic_settings(model, tmp_path / "three", 3, {}), str(tmp_path), 4)
+    assert all(math.isfinite(loss) for loss in whole[0]["losses"])
+
+
+def save_flat_model(folder: str) -> str:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=models.VOCAB_SIZE,
+        hidden_size=1402,
+        intermediate_size=3,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=2,
+        max_position_embeddings=64,
+        pad_token_id=models.PAD,
+        eos_token_id=models.EOS,
+        bos_token_id=None,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    models.build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+# Bytes
+
+
+def rule_bytes(whole: int, local: int, rows: int, shards: int, *, eight_bit: bool) -> int:
+    """Return what two moments of a tensor take: 8 bytes an element, or 2 and two scales a block of a whole shard."""
+    if not eight_bit:
+        return 8 * local
+    return 2 * local + 2 * 4 * math.ceil(math.ceil(rows / shards) * (whole // rows) / 256)
+
+
+def test_state_on_two_ranks_is_the_sum_of_the_rule_and_what_is_simulated(model_folder: Folder, tmp_path: Path) -> None:
+    config = settings(model_folder("llama"), "unused.jsonl", tmp_path, optim=OPTIM, batch=batch(2, 2))
+    shapes = run_ranks(weight_shapes, 1, model_folder("llama"))[0]
+    answers = run_ranks(eight_bit_runs.state_kinds, 2, config)
+    rows = [[document] for document in models.make_records(ROWS, seed=3, shortest=12, longest=16)[1]]
+    for rank, answer in enumerate(answers):
+        chosen = eight_bit_runs.eight_bit_names(answer["kinds"])
+        rule = {
+            name: rule_bytes(whole, local, shapes[name][0], 2, eight_bit=name in chosen)
+            for name, (whole, local) in answer["numels"].items()
+        }
+        assert answer["sizes"] == rule
+        simulated = run_ranks(live_phases.simulated, 1, config, [rows, rows], 2, rank)[0]
+        tables = 2 * 4 * 256
+        assert simulated["breakdown"]["optimizer_state"] == sum(rule.values()) + tables
+
+
+def weight_shapes(folder: str) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in reference.load(folder).named_parameters()}
