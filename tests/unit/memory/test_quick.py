@@ -143,16 +143,13 @@ TRACED = {
 }
 
 
-def traced_peaks(settings: dict[str, Any], gpus: str) -> tuple[int, dict[str, int]]:
-    """Return the traced run's peak and that of each phase, in bytes of the device."""
+def traced_peaks(settings: dict[str, Any], gpus: str) -> tuple[int, dict[str, int], int]:
+    """Return the traced run's peak and that of each phase, in bytes of the device, and the peak of the host."""
     from fsdp_trainer import Config
-    from fsdp_trainer.memory.traced_run import trace_run
+    from fsdp_trainer.memory.simulate import simulate
 
-    hardware = parse_gpus(gpus)
-    trace = trace_run(
-        Config.from_dict(settings), world_size=hardware.count, compute_capability=hardware.capability
-    ).device
-    return trace.peak[0], dict(trace.phases)
+    found = simulate(Config.from_dict(settings), parse_gpus(gpus))
+    return found.allocated, dict(found.phases), found.host
 
 
 @pytest.mark.parametrize("name", TRACED)
@@ -162,9 +159,10 @@ def test_peak_of_the_traced_run(tmp_path: Path, name: str) -> None:
     model, layers, gpus, settings = TRACED[name]
     config, hardware = make_config(model, tmp_path, layers=layers, **settings), parse_gpus(gpus)
     # In a process of its own: autograd takes no new kind of device after its first backward.
-    peak, phases = run_ranks(traced_peaks, 1, config.to_dict(), gpus)[0]
+    peak, phases, host = run_ranks(traced_peaks, 1, config.to_dict(), gpus, timeout=200)[0]
     result = simulate_quick(config, hardware)
     assert result["allocated_gib"] * 2**30 == pytest.approx(peak, rel=0.02)
+    assert result["host_gib"] * 2**30 == pytest.approx(host, rel=0.06)
     for phase in ("load", "forward", "clip", "step", "evaluate", "save"):
         if (expected := phases.get(phase)) is None:
             continue
