@@ -165,7 +165,7 @@ def _engine(profile: Mapping[str, Any]) -> Iterator[Problem]:
 def _mixed_precision(value: Any, config: Config) -> Iterator[Problem]:
     if value is False:  # YAML 1.1 reads `no` as false, and Accelerate then fails on it
         yield _problem("mixed_precision is a boolean", "mixed_precision", value, "write it in quotes: 'no'")
-    elif value is not None and str(value).lower() not in {"no", config.precision}:
+    elif value is not None and str(value).lower() not in {"no", config.precision.removesuffix("_pure")}:
         yield Problem(
             "the profile's mixed_precision contradicts the settings",
             f"mixed_precision: {value} in the profile, precision: {config.precision} in the settings",

@@ -249,7 +249,7 @@ def _bytes_a_parameter(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     numel = sum(p.numel() for p in trained)
     return {
         "weights": sum(p.numel() * p.itemsize for p in trained) / numel,
-        "gradients": sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in trained) / numel,
+        "gradients": sum(p.numel() * (getattr(p, "grad_dtype", None) or p.dtype).itemsize for p in trained) / numel,
         # torch's AdamW makes its two averages in the first step.
         "optimizer state": sum(s.numel() * s.itemsize for s in states) / numel if states else 8.0,
     }

@@ -135,6 +135,7 @@ def test_top_level_that_cannot_hold(top: dict[str, Any], settings: dict[str, Any
     [
         ({}, {}, {}),
         ({}, {"mixed_precision": "bf16"}, {}),
+        ({}, {"mixed_precision": "bf16"}, {"precision": "bf16_pure"}),
         ({}, {"mixed_precision": None}, {"precision": "fp16"}),
         ({"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_reshard_after_forward": "true"}, {}, {}),
         ({"fsdp_sharding_strategy": 4}, {}, {"sharding.replicate": 2}),
