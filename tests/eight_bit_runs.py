@@ -95,6 +95,8 @@ def _gather(parameter: Any, values: Any) -> Any:
 
 def state_kinds(settings: dict[str, Any], steps: int = 1) -> dict[str, Any]:
     """Return, after some steps, each parameter's state by key and dtype, local bytes, and what the optimizer is."""
+    from fsdp_trainer.optim.eight_bit import local_part
+
     run = runs.build(settings)
     before = run.optimizer
     losses(run, 0, steps)
@@ -104,8 +106,8 @@ def state_kinds(settings: dict[str, Any], steps: int = 1) -> dict[str, Any]:
     for name, parameter in run.model.named_parameters():
         state = run.optimizer.state.get(parameter, {})
         kinds[name] = {key: str(value.dtype).removeprefix("torch.") for key, value in state.items()}
-        sizes[name] = sum(value.to_local().nbytes for value in state.values())
-        numels[name] = parameter.numel(), parameter.to_local().numel()
+        sizes[name] = sum(local_part(value).nbytes for value in state.values())
+        numels[name] = parameter.numel(), local_part(parameter).numel()
     accelerated = run.runtime.accelerator._optimizers
     return {
         "kinds": kinds,
