@@ -14,8 +14,8 @@ from benchmarks.gpu import CONFIGURATIONS
 ROOT = Path(__file__).parents[2]
 
 
-def test_there_are_six_configurations() -> None:
-    assert len(CONFIGURATIONS) == 6
+def test_there_are_at_least_six_configurations() -> None:
+    assert len(CONFIGURATIONS) >= 6
 
 
 @pytest.mark.slow
