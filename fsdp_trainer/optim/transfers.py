@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import torch
 
-
 _SMALL = 2**20  # bytes
 
 
