@@ -319,7 +319,7 @@ def _bytes_a_parameter(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 def _gradient_bytes(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> int:
     if isinstance(optimizer, OffloadedAdamW):
         return optimizer.gradients[parameter].itemsize
-    return (parameter.grad_dtype or parameter.dtype).itemsize
+    return (getattr(parameter, "grad_dtype", None) or parameter.dtype).itemsize
 
 
 def _local_bytes(parameters: Iterable[nn.Parameter]) -> int:

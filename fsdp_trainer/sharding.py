@@ -139,8 +139,9 @@ def apply_sharding(
     if mesh.device_type == "cpu":
         for unit in units:
             unit.set_custom_reduce_scatter(GlooReduceScatter())
-    for unit in units:
-        keep_reduced_gradients(unit, reduce_dtype)
+    if any(parameter.itemsize < reduce_dtype.itemsize for parameter in model.parameters()):
+        for unit in units:
+            keep_reduced_gradients(unit, reduce_dtype)
     return Sharding(
         root=model,
         units=units,

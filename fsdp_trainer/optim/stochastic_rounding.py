@@ -26,7 +26,7 @@ def round_stochastically_(target: torch.Tensor, source: torch.Tensor, generator:
     """Write `source` (fp32) to `target` (bf16, same shape), each value to one of its two neighbours; NaN stays NaN.
 
     bf16 is the upper half of fp32's bits: a uniform 16-bit number added to the lower half carries into the upper one
-    with just the probability that the lower half stands for. What bf16 can hold is written as it is. Takes 17 bytes a
+    with just the probability that the lower half stands for. What bf16 can hold is written as it is. Takes 10 bytes a
     value while it works, so hand it pieces.
     """
     noise = torch.empty(source.shape, dtype=torch.int32, device=source.device)

@@ -361,7 +361,7 @@ def test_a_run_trains_evaluates_and_exports_what_it_trained(model_folder: Folder
     found = {}
     for name, sections in {"masters": {"precision": "bf16"}, "bf16": PURE, "fp32": PURE}.items():
         export = {"dtype": "bf16" if name == "bf16" else "fp32"}
-        run = training_runs.settings(model_folder("llama"), file, tmp_path / name, export=export, **sections)
+        run = training_runs.settings(model_folder("llama_tied"), file, tmp_path / name, export=export, **sections)
         found[name] = run_ranks(training_runs.train, 2, run, timeout=120)[0]
     losses = {name: [row["loss"] for row in got["metrics"] if "loss" in row] for name, got in found.items()}
     assert losses["bf16"] == losses["fp32"], "the same seed, the same bits"
