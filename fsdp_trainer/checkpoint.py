@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 from fsdp_trainer.agreement import all_true, gather_from_all, is_main, run_on_all, run_on_main
 from fsdp_trainer.checkpoint_folder import checkpoint_path, make_empty, prune, publish
-from fsdp_trainer.checkpoint_layouts import regroup_moments, scales_of_other_layouts
+from fsdp_trainer.checkpoint_layouts import describe_regrouping, regroup_moments, scales_of_other_layouts
 from fsdp_trainer.checkpoint_manifest import FORMAT, Best, Progress, read_state
 from fsdp_trainer.checkpoint_rng import derive_rng, restore_rng, rng_tensors
 from fsdp_trainer.checkpoint_search import refuse_damage
@@ -351,6 +351,8 @@ def load_checkpoint(
     _read(path, tensors | scales | (rng if fits else {}), _sizes(state), process_group)
     regroup_moments(tensors, scales)
     send_masters(optimizer)
+    if scales and is_main():
+        log(describe_regrouping(path, scales))
     if scaler is not None:
         scaler.load_state_dict(state["scaler"])
     if fits:

@@ -5,11 +5,13 @@ are read beside (1/32 byte a parameter, on the host, until the load is over); se
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fsdp_trainer.optim.eight_bit import CODES, SCALES, build_tables, cut, local_part, regroup
+from fsdp_trainer.units import format_number
 
 
 def scales_of_other_layouts(
@@ -43,6 +45,15 @@ def regroup_moments(tensors: Mapping[str, torch.Tensor], scales: Mapping[str, to
         state = {key: tensors[f"{parameter}.{key}"] for key in (*CODES, *SCALES)}
         tables = tables or build_tables(local_part(state[CODES[0]]).device)
         regroup(state, {key: scales[f"{parameter}.{key}"] for key in SCALES}, tables)
+
+
+def describe_regrouping(path: Path, scales: Mapping[str, torch.Tensor]) -> str:
+    """Return the log's line about moments that came from other shards."""
+    shards = sorted({scale.shape[0] for scale in scales.values()})
+    return (
+        f"{path} has 8-bit moments of {format_number(len(scales) // len(SCALES), 'tensor')} in "
+        f"{' or '.join(map(str, shards))} shards, other than this run's: quantised anew where a border cuts a block"
+    )
 
 
 def _codes_beside(name: str) -> str:

@@ -22,6 +22,29 @@ def losses(run: Any, first: int, last: int) -> list[float]:
     return found
 
 
+def train_all(cases: dict[str, dict[str, Any]], rows: Any, rates: list[float]) -> dict[str, Any]:
+    """Train several runs in one group of ranks, a step on each of `rows` at each of `rates`.
+
+    Returns of each the losses, whether any step was skipped, and the whole weights by name.
+    """
+    from fsdp_trainer.step import train_step
+    from tests import step_runs
+
+    found = {}
+    for name, settings in cases.items():
+        run = runs.build(settings)
+        outputs = [
+            train_step(run, window_of(run, rows[step]), learning_rate=rate, optimizer_step=step)
+            for step, rate in enumerate(rates)
+        ]
+        found[name] = {
+            "losses": [output.loss.item() for output in outputs],
+            "skipped": sum(output.skipped.item() for output in outputs),
+            "weights": {key: tensor.float() for key, tensor in step_runs.parameters(run).items()},
+        }
+    return found
+
+
 def train_and_save(settings: dict[str, Any], saved: int, total: int) -> dict[str, Any]:
     """Train `total` steps, save after `saved` of them; return the moments then and the losses from there on."""
     run = runs.build(settings)
@@ -38,9 +61,9 @@ def resume(settings: dict[str, Any], folder: str, total: int) -> dict[str, Any]:
     run = runs.build({**settings, "model": {**settings["model"], "init": "random"}})
     path = find_checkpoint(Path(folder), resume="auto")
     assert path is not None
-    progress = runs.load(run, path)
-    moments = whole_moments(run)
-    return {"moments": moments, "losses": losses(run, progress.step, total)}
+    notes: list[str] = []
+    progress = runs.load(run, path, log=notes.append)
+    return {"moments": whole_moments(run), "notes": notes, "losses": losses(run, progress.step, total)}
 
 
 def whole_moments(run: Any) -> dict[str, Any]:
@@ -72,6 +95,8 @@ def _gather(parameter: Any, values: Any) -> Any:
 
 def state_kinds(settings: dict[str, Any], steps: int = 1) -> dict[str, Any]:
     """Return, after some steps, each parameter's state by key and dtype, local bytes, and what the optimizer is."""
+    from fsdp_trainer.optim.eight_bit import local_part
+
     run = runs.build(settings)
     before = run.optimizer
     losses(run, 0, steps)
@@ -81,8 +106,8 @@ def state_kinds(settings: dict[str, Any], steps: int = 1) -> dict[str, Any]:
     for name, parameter in run.model.named_parameters():
         state = run.optimizer.state.get(parameter, {})
         kinds[name] = {key: str(value.dtype).removeprefix("torch.") for key, value in state.items()}
-        sizes[name] = sum(value.to_local().nbytes for value in state.values())
-        numels[name] = parameter.numel(), parameter.to_local().numel()
+        sizes[name] = sum(local_part(value).nbytes for value in state.values())
+        numels[name] = parameter.numel(), local_part(parameter).numel()
     accelerated = run.runtime.accelerator._optimizers
     return {
         "kinds": kinds,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -11,83 +13,161 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests import checkpoint_runs, eight_bit_runs, live_phases, models, reference, training_runs
+from tests import checkpoint_runs, eight_bit_runs, live_phases, models, reference
 from tests.distributed.test_pure_bf16 import spoiled
 from tests.ranks import run_ranks
 from tests.training_runs import settings
 
 Folder = Callable[[str], str]
-STEPS, ROWS = 20, 12
+STEPS, ROWS = 20, 24
 OPTIM = {"name": "adamw_8bit", "max_grad_norm": 0.5}
 
 
 class Case(NamedTuple):
     """One way to train with 8-bit moments."""
 
-    model: str
+    sharding: str
     world: int
-    sharding: dict[str, Any]
     precision: str
     micro_batches: int
-    freeze: tuple[str, ...] = ()
+    model: str
+    frozen: bool
 
 
-CASES = {
-    "one-accumulated": Case("llama", 1, {"zero_stage": 0}, "fp32", 4),
-    "stage1-tied": Case("llama_tied", 2, {"zero_stage": 1}, "fp32", 2),
-    "stage2-three-ranks": Case("qwen3", 3, {"zero_stage": 2}, "fp32", 1),
-    "stage3-four-ranks-bf16": Case("llama", 4, {"zero_stage": 3}, "bf16", 1),
-    "hybrid-tied": Case("qwen3_tied", 4, {"zero_stage": 3, "replicate": 2}, "fp32", 3),
-    "fp16-scaler": Case("llama", 2, {"zero_stage": 3}, "fp16", 2),
-    "frozen-stage0": Case("llama", 2, {"zero_stage": 0}, "fp32", 1, ("model.layers.1",)),
-    "offloaded": Case("llama", 2, {"zero_stage": 3, "offload": "params"}, "fp32", 2),
+VALUES: dict[str, tuple[Any, ...]] = {
+    "sharding": ("stage0", "stage1", "stage2", "stage3", "hybrid", "offload"),
+    "world": (1, 2, 3, 4),
+    "precision": ("fp32", "bf16", "fp16", "bf16_pure"),
+    "micro_batches": (1, 2),
+    "model": ("llama", "llama_tied", "qwen3", "gpt2"),
+    "frozen": (False, True),
 }
+CASES = [
+    Case("stage0", 1, "bf16_pure", 1, "qwen3", False),
+    Case("stage0", 1, "bf16", 1, "llama_tied", False),
+    Case("stage0", 2, "fp32", 1, "gpt2", False),
+    Case("stage0", 3, "fp16", 2, "gpt2", True),
+    Case("stage0", 4, "fp32", 2, "llama", False),
+    Case("stage1", 1, "fp16", 1, "llama", True),
+    Case("stage1", 2, "bf16", 2, "llama_tied", True),
+    Case("stage1", 3, "bf16_pure", 2, "gpt2", True),
+    Case("stage1", 4, "fp32", 2, "qwen3", False),
+    Case("stage2", 1, "bf16_pure", 2, "gpt2", True),
+    Case("stage2", 2, "bf16", 2, "qwen3", True),
+    Case("stage2", 3, "fp32", 1, "llama_tied", False),
+    Case("stage2", 4, "fp16", 1, "llama", False),
+    Case("stage3", 1, "fp32", 2, "gpt2", True),
+    Case("stage3", 2, "fp16", 1, "llama_tied", True),
+    Case("stage3", 3, "bf16", 2, "llama", False),
+    Case("stage3", 4, "bf16_pure", 1, "qwen3", True),
+    Case("hybrid", 4, "bf16_pure", 1, "llama_tied", True),
+    Case("hybrid", 4, "bf16", 2, "gpt2", False),
+    Case("hybrid", 4, "fp16", 1, "qwen3", True),
+    Case("hybrid", 4, "fp32", 1, "llama", False),
+    Case("offload", 1, "bf16_pure", 2, "llama_tied", False),
+    Case("offload", 1, "fp16", 1, "qwen3", True),
+    Case("offload", 2, "bf16_pure", 1, "llama", True),
+    Case("offload", 3, "bf16", 1, "qwen3", True),
+    Case("offload", 4, "fp32", 1, "gpt2", True),
+]
+RECIPE = reference.Recipe(
+    lr=1e-3, weight_decay=0.1, max_grad_norm=0.5, warmup_steps=3, min_lr_ratio=0.1, total_steps=STEPS
+)
+REST = {"bf16_pure": torch.bfloat16}  # what weights rest in; else fp32
+FROZEN = {"gpt2": "transformer.h.1"}  # else model.layers.1
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    records, _ = models.make_records(40, seed=0)
-    return models.write_jsonl(records, tmp_path_factory.mktemp("data") / "train.jsonl")
+def pairs_of(case: dict[str, Any]) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
+    return set(itertools.combinations(case.items(), 2))
 
 
-@pytest.fixture(scope="module")
-def expected(
-    model_folder: Folder, data: str, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str, tuple[str, ...]], reference.Result]:
-    """Return a function of (model, frozen names) that trains the plain reference, once each."""
-    found: dict[Any, reference.Result] = {}
-    recipe = reference.Recipe(
-        lr=1e-3, weight_decay=0.1, max_grad_norm=0.5, warmup_steps=3, min_lr_ratio=0.1, total_steps=STEPS
+def test_cases_cover_every_pair() -> None:
+    wanted = {
+        ((first, a), (second, b))
+        for first, second in itertools.combinations(VALUES, 2)
+        for a, b in itertools.product(VALUES[first], VALUES[second])
+        if not (a == "hybrid" and second == "world" and b != 4)
+    }
+    assert set().union(*(pairs_of(case._asdict()) for case in CASES)) == wanted
+
+
+def id_of(case: Case) -> str:
+    return "-".join(map(str, case))
+
+
+def frozen_part(case: Case) -> list[str]:
+    return [FROZEN.get(case.model, "model.layers.1")] if case.frozen else []
+
+
+def batch(world: int, micro_batches: int) -> dict[str, Any]:
+    return {"global_batch_size": ROWS, "micro_batch_size": ROWS // (world * micro_batches)}
+
+
+def case_settings(case: Case, model: str, folder: Path) -> dict[str, Any]:
+    """Return the settings that make a case what it is."""
+    sharding: dict[str, Any] = {
+        "hybrid": {"zero_stage": 3, "replicate": 2},
+        "offload": {"zero_stage": 3, "offload": "params"},
+    }.get(case.sharding) or {"zero_stage": int(case.sharding[-1])}
+    return settings(
+        model,
+        "unused.jsonl",
+        folder,
+        optim=OPTIM,
+        sharding=sharding,
+        precision=case.precision,
+        batch=batch(case.world, case.micro_batches),
+        model={"freeze": frozen_part(case)},
     )
-    plain = settings(model_folder("llama"), data, tmp_path_factory.mktemp("plan"), batch=batch(1, 1))
-    plan = run_ranks(training_runs.documents_by_step, 1, plain, STEPS)[0]
 
-    def get(kind: str, freeze: tuple[str, ...]) -> reference.Result:
-        if (kind, freeze) not in found:
-            found[kind, freeze] = run_ranks(train_reference, 1, model_folder(kind), plan, recipe, freeze)[0]
-        return found[kind, freeze]
+
+def rows_by_step() -> list[list[list[models.Document]]]:
+    documents = models.make_records(STEPS * ROWS, seed=0)[1]
+    return [[[document] for document in documents[step * ROWS : (step + 1) * ROWS]] for step in range(STEPS)]
+
+
+@pytest.fixture(scope="module")
+def trained(model_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], dict[str, Any]]:
+    """Return a function that gives what a case trained; one group of ranks for all cases of a world size."""
+    found: dict[int, dict[str, Any]] = {}
+    rates = [reference.learning_rate(step, RECIPE) for step in range(STEPS)]
+
+    def get(case: Case) -> dict[str, Any]:
+        if case.world not in found:
+            folder = tmp_path_factory.mktemp("cases")
+            runs = {id_of(c): case_settings(c, model_folder(c.model), folder) for c in CASES if c.world == case.world}
+            answers = run_ranks(eight_bit_runs.train_all, case.world, runs, rows_by_step(), rates, timeout=500)
+            found[case.world] = answers[0]
+        return found[case.world][id_of(case)]
 
     return get
 
 
-def train_reference(folder: str, plan: Any, recipe: reference.Recipe, freeze: tuple[str, ...]) -> reference.Result:
+@pytest.fixture(scope="module")
+def expected(model_folder: Folder) -> Callable[[str, tuple[str, ...]], reference.Result]:
+    """Return a function of (model, frozen names) that trains the plain reference, once each."""
+    found: dict[Any, reference.Result] = {}
+    steps = [[document for row in rows for document in row] for rows in rows_by_step()]
+
+    def get(kind: str, frozen: tuple[str, ...]) -> reference.Result:
+        if (kind, frozen) not in found:
+            found[kind, frozen] = run_ranks(train_reference, 1, model_folder(kind), steps, frozen, timeout=300)[0]
+        return found[kind, frozen]
+
+    return get
+
+
+def train_reference(folder: str, steps: Any, frozen: tuple[str, ...]) -> reference.Result:
     load = reference.load
 
     def load_frozen(path: str) -> torch.nn.Module:
         model = load(path)
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(not any(part in name for part in freeze))
+            parameter.requires_grad_(not any(part in name for part in frozen))
         return model
 
-    reference.load = load_frozen
-    try:
-        return reference.train(folder, plan, recipe)
-    finally:
-        reference.load = load
-
-
-def batch(world: int, micro_batches: int) -> dict[str, Any]:
-    return {"global_batch_size": ROWS, "micro_batch_size": ROWS // (world * micro_batches)}
+    reference.load = load_frozen  # this rank's process ends with the call
+    return reference.train(folder, steps, RECIPE)
 
 
 def movements(final: dict[str, torch.Tensor], result: reference.Result) -> dict[str, float]:
@@ -95,36 +175,32 @@ def movements(final: dict[str, torch.Tensor], result: reference.Result) -> dict[
     along: dict[str, float] = defaultdict(float)
     whole: dict[str, float] = defaultdict(float)
     for name, theirs in result.final.items():
-        start = result.initial[name].double()
-        kind = name.split(".", 3)[-1] if ".layers." in name else name
-        way = theirs.double() - start
-        along[kind] += ((final[name].double() - start) * way).sum().item()
-        whole[kind] += way.square().sum().item()
+        ours, theirs, start = (
+            reference.without_key_bias(name, t.double()) for t in (final[name], theirs, result.initial[name])
+        )
+        kind = re.sub(r"\.\d+\.", ".*.", name)
+        along[kind] += ((ours - start) * (theirs - start)).sum().item()
+        whole[kind] += (theirs - start).square().sum().item()
     return {kind: along[kind] / total for kind, total in whole.items() if total}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_8bit_follows_fp32_adamw(name: str, model_folder: Folder, data: str, expected: Any, tmp_path: Path) -> None:
-    case = CASES[name]
-    wanted = expected(case.model, case.freeze)
-    run = settings(
-        model_folder(case.model),
-        data,
-        tmp_path,
-        optim=OPTIM,
-        sharding=case.sharding,
-        precision=case.precision,
-        batch=batch(case.world, case.micro_batches),
-        model={"freeze": list(case.freeze)},
-    )
-    got = run_ranks(training_runs.train, case.world, run, timeout=120)[0]
-    losses = [row["loss"] for row in got["metrics"] if "loss" in row]
-    assert losses == pytest.approx(wanted.losses, rel=0.03)
-    assert losses != pytest.approx(wanted.losses, rel=1e-6), "nothing was kept in 8 bits"
+@pytest.mark.parametrize("case", CASES, ids=id_of)
+@pytest.mark.timeout(900)  # the first of a world size trains all of them
+def test_8bit_follows_fp32_adamw(case: Case, trained: Any, expected: Any) -> None:
+    """Losses within 3 % over 20 steps; every kind of tensor goes 0.9 to 1.1 of the reference's way."""
+    got, wanted = trained(case), expected(case.model, tuple(frozen_part(case)))
+    assert got["skipped"] == 0
+    assert got["losses"] == pytest.approx(wanted.losses, rel=0.03)
+    assert got["losses"] != pytest.approx(wanted.losses, rel=1e-6), "nothing was kept in 8 bits"
     moved = movements(got["weights"], wanted)
-    assert all(0.9 < share < 1.1 for share in moved.values()), moved
-    for frozen in (n for n in got["weights"] if any(part in n for part in case.freeze)):
-        assert torch.equal(got["weights"][frozen], wanted.initial[frozen])
+    if case.precision == "bf16_pure":  # a norm's 48 weights near 1 are a few grid points away: test_pure_bf16.py
+        moved = {kind: share for kind, share in moved.items() if wanted.initial[kind.replace("*", "0")].ndim > 1}
+    astray = {kind: share for kind, share in moved.items() if not 0.9 < share < 1.1}
+    assert moved and not astray
+    for name in (n for n in got["weights"] if any(part in n for part in frozen_part(case))):
+        assert torch.equal(
+            got["weights"][name], wanted.initial[name].to(REST.get(case.precision, torch.float32)).float()
+        )
 
 
 SPOILT: dict[str, dict[str, Any]] = {
@@ -175,7 +251,8 @@ def saved_by(model_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def elastic_settings(model: str, folder: Path, world: int, sharding: dict[str, Any]) -> dict[str, Any]:
-    return settings(model, "unused.jsonl", folder, optim=OPTIM, sharding=sharding, batch=batch(world, 1))
+    rows = {"global_batch_size": 12, "micro_batch_size": 12 // world}
+    return settings(model, "unused.jsonl", folder, optim=OPTIM, sharding=sharding, batch=rows)
 
 
 @pytest.mark.parametrize("way", ELASTIC)
@@ -187,6 +264,7 @@ def test_resume_over_other_ranks_goes_on_with_the_same_moments(
     run = elastic_settings(model_folder("llama"), tmp_path, after, now)
     resumed = run_ranks(eight_bit_runs.resume, after, run, str(folder), TOTAL)[0]
     assert resumed["losses"] == pytest.approx(straight["losses"], rel=1e-3)
+    assert sum("8-bit moments of 13 tensors in" in note for note in resumed["notes"]) == 1
     saved = straight["moments"]
     assert saved.keys() == resumed["moments"].keys() and len(saved) == 2 * 13
     kept = 0
@@ -245,10 +323,10 @@ def rule_bytes(whole: int, local: int, rows: int, shards: int, *, eight_bit: boo
 
 
 def test_state_on_two_ranks_is_the_sum_of_the_rule_and_what_is_simulated(model_folder: Folder, tmp_path: Path) -> None:
-    config = settings(model_folder("llama"), "unused.jsonl", tmp_path, optim=OPTIM, batch=batch(2, 2))
+    config = elastic_settings(model_folder("llama"), tmp_path, 2, {})
     shapes = run_ranks(weight_shapes, 1, model_folder("llama"))[0]
     answers = run_ranks(eight_bit_runs.state_kinds, 2, config)
-    rows = [[document] for document in models.make_records(ROWS, seed=3, shortest=12, longest=16)[1]]
+    rows = [[document] for document in models.make_records(12, seed=3, shortest=12, longest=16)[1]]
     for rank, answer in enumerate(answers):
         chosen = eight_bit_runs.eight_bit_names(answer["kinds"])
         rule = {

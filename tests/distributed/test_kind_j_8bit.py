@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fsdp_trainer.config import Config
 from fsdp_trainer.errors import ConfigError
 from tests import checkpoint_runs as runs
-from tests import eight_bit_runs
+from tests import eight_bit_runs, models, training_runs
 from tests.ranks import run_ranks
 from tests.training_runs import settings
 
@@ -84,6 +85,30 @@ def test_kind_74_75_every_ranks_codes_and_scales_come_back(world: int, model_fol
     for rank in range(world):
         assert runs.differing(digests[rank], {name: resumed[rank]["loaded"][name] for name in digests[rank]}) == []
         assert runs.differing(straight[rank]["end"], resumed[rank]["end"]) == []
+
+
+def test_kind_74_a_stopped_run_goes_on_as_the_uninterrupted_one(model_folder: Folder, tmp_path: Path) -> None:
+    """Through `finetune`: the same losses and the same exported weights, to the bit."""
+    records, _ = models.make_records(40, seed=0)
+    file = models.write_jsonl(records, tmp_path / "train.jsonl")
+    found = {}
+    for name, lengths in {"straight": (6,), "stopped": (3, 6)}.items():
+        for max_steps in lengths:
+            run = settings(
+                model_folder("llama"),
+                file,
+                tmp_path / name,
+                optim=EIGHT_BIT["optim"],
+                schedule={"name": "constant", "min_lr_ratio": 0.1, "warmup_steps": 1},
+                train={"max_steps": max_steps},
+                checkpoint={"every_steps": 3, "resume": "auto"},
+            )
+            found[name] = run_ranks(training_runs.train, 2, run, timeout=120)[0]
+    losses = [[row["loss"] for row in found[name]["metrics"] if "loss" in row] for name in found]
+    assert losses[0] == losses[1] and len(losses[0]) == 6
+    assert losses[0][-1] < losses[0][0]
+    for name, weight in found["straight"]["weights"].items():
+        assert torch.equal(weight, found["stopped"]["weights"][name]), name
 
 
 # 79: what cannot work is refused before anything starts

@@ -30,7 +30,7 @@ def adamw_step(number: int, tables: eight_bit.Tables, *, skipped: float = 0.0) -
         eps=1e-8,
         weight_decay=0.1,
         number=number,
-        skipped=torch.tensor(skipped),
+        skipped=torch.tensor(skipped, device=tables.exp_avg.device),
         tables=tables,
     )
 
@@ -48,13 +48,18 @@ def step_in_pieces(weight: torch.Tensor, grad: torch.Tensor, state: dict[str, to
         eight_bit.update_8bit(weight[part], grad[part], eight_bit.piece_of(whole, part), step)
 
 
-def test_pieces_are_bitwise_what_bitsandbytes_makes_of_the_whole_tensor(tables: eight_bit.Tables) -> None:
+ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
+def test_pieces_are_bitwise_what_bitsandbytes_makes_of_the_whole_tensor(device: str) -> None:
+    tables = eight_bit.build_tables(torch.device(device))
     numel = 10_077  # the last piece and the last block are short
-    start = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    start = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(device)
     theirs = nn.Parameter(start.clone())
     optimizer = bitsandbytes.optim.AdamW8bit([theirs], lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     ours, state = start.clone(), eight_bit.initial_8bit_state(start)
-    for index, grad in enumerate(gradients(numel, 10)):
+    for index, grad in enumerate(grad.to(device) for grad in gradients(numel, 10)):
         theirs.grad = grad.clone()
         optimizer.step()
         step_in_pieces(ours, grad, state, adamw_step(index + 1, tables))
