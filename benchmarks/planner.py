@@ -32,7 +32,8 @@ from fsdp_trainer.memory.estimate_model import (
     layer_activation_bytes,
     read_model_shape,
 )
-from fsdp_trainer.memory.estimate_step import StepSettings, estimate_step, find_peak
+from fsdp_trainer.memory.estimate_settings import StepSettings
+from fsdp_trainer.memory.estimate_step import estimate_step, find_peak
 from fsdp_trainer.memory.hardware import Hardware, parse_gpus
 from fsdp_trainer.memory.quick import ALLOCATOR_MARGIN, step_settings
 

@@ -68,6 +68,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_weight = grad_bias = None
         # Sums of several chunks are kept in fp32: adding bf16 chunks in bf16 would lose bits that one product keeps.
         sum_dtype = weight.dtype if hidden.shape[0] <= chunk_tokens else torch.float32
+        takes = getattr(weight, "grad_dtype", None) or weight.dtype
         for start in range(0, max(1, hidden.shape[0]), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             loss, grad_logits = _chunk_loss(
@@ -78,7 +79,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 continue
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[rows])
-            if needs_weight and sum_dtype == weight.grad_dtype != weight.dtype:
+            if needs_weight and sum_dtype == takes != weight.dtype:
                 grad_weight = _add_product(grad_weight, grad_logits, hidden[rows])
             elif needs_weight:
                 product = torch.mm(grad_logits.t(), hidden[rows])
@@ -89,7 +90,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 grad_bias = summed if grad_bias is None else grad_bias.add_(summed)
             del grad_logits  # or it would live beside the next chunk's logits
         ctx.grads = grad_hidden, grad_weight, grad_bias
-        ctx.weight_dtype, ctx.bias_dtype = weight.grad_dtype or weight.dtype, weight.dtype
+        ctx.weight_dtype, ctx.bias_dtype = takes, weight.dtype
         ctx.mark_non_differentiable(total)
         return total * scale, total
 

@@ -271,7 +271,7 @@ def _facts(
         + ", ".join(f"{name} {size:.4g}" for name, size in costs.items()),
         f"activation checkpointing: {len(recomputed)} of {n_layers} decoder layers are recomputed",
         f"AdamW ({config.optim.implementation if config.steps_with_torch else 'on local shards'}): {decay}",
-        *_offload_facts(config, optimizer),
+        *_offload_facts(config, runtime, optimizer),
         *describe_fallback(config.model.attention, model.config),
     ]
     if isinstance(optimizer, ShardedAdamW | OffloadedAdamW) and optimizer.eight_bit is not None:
@@ -284,15 +284,16 @@ def _facts(
     return tuple(lines)
 
 
-def _offload_facts(config: Config, optimizer: torch.optim.Optimizer) -> Iterator[str]:
+def _offload_facts(config: Config, runtime: Runtime, optimizer: torch.optim.Optimizer) -> Iterator[str]:
     if isinstance(optimizer, OffloadedAdamW):
         held = list(optimizer.host_tensors())
         yield (
             f"optimizer on the host: {format_bytes(sum(t.numel() * t.itemsize for t in held))} a rank for masters, "
             f"averages and gradients; the step runs on the {config.optim.offload_step}"
         )
-    pins = optimizer.is_pinned if isinstance(optimizer, OffloadedAdamW) else can_pin()
-    if config.sharding.offload != "none" and torch.cuda.is_available() and not pins:
+    if config.sharding.offload == "none" or runtime.device.type != "cuda":
+        return
+    if not (optimizer.is_pinned if isinstance(optimizer, OffloadedAdamW) else can_pin()):
         yield "host memory could not be pinned (a driver or memlock limit): transfers do not overlap with computing"
 
 

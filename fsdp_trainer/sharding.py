@@ -192,8 +192,8 @@ def reduction_units(sharding: Sharding) -> dict[nn.Parameter, Any]:
     found: dict[nn.Parameter, Any] = {
         parameter.sharded_param: unit for unit in _units_of(sharding) for parameter in unit.fsdp_params
     }
-    root: Any = sharding.root
-    trained = [parameter for parameter in root.parameters() if parameter.requires_grad]
+    assert isinstance(sharding.root, nn.Module)
+    trained = [parameter for parameter in sharding.root.parameters() if parameter.requires_grad]
     return {parameter: found.get(parameter, parameter) for parameter in trained}
 
 

@@ -18,7 +18,8 @@ from fsdp_trainer.memory.estimate_model import (
     count_parameters,
     read_model_shape,
 )
-from fsdp_trainer.memory.estimate_step import StepSettings, Timeline, estimate_step, find_peak, phase_peaks, state_bytes
+from fsdp_trainer.memory.estimate_settings import StepSettings
+from fsdp_trainer.memory.estimate_step import Timeline, estimate_step, find_peak, phase_peaks, state_bytes
 from fsdp_trainer.memory.hardware import Hardware, read_overheads
 from fsdp_trainer.memory.host import ProcessParts, estimate_process, host_memory
 from fsdp_trainer.memory.ledger import PHASES

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
+_SMALL = 2**20  # bytes
+
 
 class Arrival(Protocol):
     """What a queued copy is waited for with."""
@@ -63,18 +65,22 @@ def can_pin() -> bool:
 
 
 def pin(tensors: Iterable[torch.Tensor]) -> bool:
-    """Pin host tensors where they lie; False when the driver refuses, and copies then go through its own buffers.
+    """Pin host tensors where they lie; False when the driver refuses one, whose copies then go through its own buffers.
 
-    In place, because torch's pinned allocator rounds every size up to a power of two (c10, CachingHostAllocator).
+    In place, because torch's pinned allocator rounds every size up to a power of two (c10, CachingHostAllocator). Those
+    below 1 MiB are left: they travel at once in any case, and several may lie in one page.
     """
     if not torch.cuda.is_available():
         return False
     runtime: Any = torch.cuda.cudart()
+    pinned = True
     for tensor in tensors:
-        address, size = tensor.data_ptr(), tensor.untyped_storage().nbytes()
-        if size == 0:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < _SMALL:
             continue
-        if int(runtime.cudaHostRegister(address, size, 1)) != 0:  # 1: portable, for every context
-            return False
-        weakref.finalize(tensor, runtime.cudaHostUnregister, address)
-    return True
+        address = storage.data_ptr()
+        if int(runtime.cudaHostRegister(address, storage.nbytes(), 1)) != 0:  # 1: portable, for every context
+            pinned = False
+            continue
+        weakref.finalize(storage, runtime.cudaHostUnregister, address).atexit = False
+    return pinned

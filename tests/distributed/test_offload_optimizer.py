@@ -190,6 +190,19 @@ def test_resume(precision: str, name: str, where: str, model_folder: Folder, tmp
         assert rank["furthest"] < (1e-6 if made[where]["optim"]["name"] == "adamw" and precision == "bf16" else 2e-2)
 
 
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_another_number_of_ranks_reads_the_same_tensors(
+    before: int, after: int, model_folder: Folder, tmp_path: Path
+) -> None:
+    """One rank alone keeps plain tensors where several have shards: a checkpoint does not show it."""
+    batch = {"global_batch_size": 8, "micro_batch_size": 2}
+    run = both(model_folder("llama_tied"), tmp_path, precision="bf16", batch=batch)["host"]
+    straight = run_ranks(checkpoint_runs.train_and_save, before, run, 1, 1, False)
+    resumed = run_ranks(checkpoint_runs.resume_and_train, after, run, 1)
+    for rank in resumed:
+        assert checkpoint_runs.differing(straight[0]["whole"], rank["whole"]) == []
+
+
 def fits_one_card(folder: str) -> dict[str, Any]:
     """Extrapolate an 8B model of 128k words over its layers; return each phase's peak in GiB, by number of cards."""
     from fsdp_trainer import Config
@@ -212,6 +225,7 @@ def fits_one_card(folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_an_8b_model_trains_on_one_card_of_24_gb(tmp_path: Path) -> None:
     """With clipping and accumulation on, in what others need without both: 18.9 GiB."""
     source = Path(__file__).parents[2] / "benchmarks" / "models" / "llama-3.1-8b.json"
