@@ -7,7 +7,6 @@ next forward and backward: before, it blocked training for 0.15 s of a save of 1
 """
 
 import threading
-import weakref
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,13 +18,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_trainer.errors import CheckpointError
+from fsdp_trainer.optim.transfers import pin
 
 # The host memory that the background saves of a run share, by the names of what is copied into it; {} at first. It
 # grows to this rank's parameters and optimizer state at the first save and stays until it is cleared: the steps that
 # follow a save hold that copy in any case, and pinning anew, or new pages on a busy machine, would cost more than it.
 HostMemory = dict[str, torch.Tensor]
-_PORTABLE = 1  # cudaHostRegisterPortable
-_PINNED_BYTES = 2**16  # smaller ones, norms and counters, share pages with each other and take no time to copy
 
 
 @dataclass(frozen=True)
@@ -109,19 +107,8 @@ def _host_tensor(memory: HostMemory, name: str, tensor: torch.Tensor) -> torch.T
     if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
         kept = memory[name] = torch.empty_like(tensor, device="cpu", requires_grad=False)
         if local_part(tensor).is_cuda:
-            _pin(kept)
+            pin([local_part(kept)])  # where the driver refuses, the copy goes through its own buffers
     return kept
-
-
-def _pin(tensor: torch.Tensor) -> None:
-    """Pin the memory of a tensor as it is; torch's own pinned memory is rounded up to a power of two."""
-    local = local_part(tensor)
-    if local.nbytes < _PINNED_BYTES:
-        return
-    runtime: Any = torch.cuda.cudart()
-    torch.cuda.check_error(runtime.cudaHostRegister(local.data_ptr(), local.nbytes, _PORTABLE))
-    # Before the memory is given back, or whoever gets it next could not pin it; not at exit, when CUDA has gone.
-    weakref.finalize(tensor, runtime.cudaHostUnregister, local.data_ptr()).atexit = False
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
