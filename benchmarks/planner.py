@@ -49,12 +49,17 @@ class Row:
     id: str
     point: Mapping[str, str]
     words: Mapping[str, Any]
-    pure: bool  # bf16 weights and state
+    expressed: bool  # by today's settings, so it can be simulated in full
 
     @property
     def hardware(self) -> Hardware:
         """The row's GPUs."""
         return parse_gpus(self.words["gpus"])
+
+    @property
+    def pure(self) -> bool:
+        """True where weights, gradients and state are bf16."""
+        return self.words.get("pure", not self.expressed)
 
     @property
     def kind(self) -> str:
@@ -70,7 +75,7 @@ class Row:
         return float(self.point["peak_gib"]) if self.kind in ("allocated", "reserved", "unclear") else None
 
     def config(self, folder: str) -> Config:
-        """Return the row as settings of this trainer (fp32 masters, also where the row has none)."""
+        """Return the row as settings of this trainer; all but `pure` ones have fp32 masters."""
         words, ranks = self.words, self.hardware.count
         micro = words.get("micro_batch", 1)
         settings = {
@@ -85,6 +90,9 @@ class Row:
             "activation_checkpointing.mode": words.get("checkpointing", "full"),
             "export.at_end": False,
         }
+        if self.pure and self.expressed:
+            settings |= {"precision": "bf16_pure", "sharding.reduce_dtype": "bf16", "optim.state_dtype": "bf16"}
+            settings["optim.implementation"] = "fused"  # of bf16 state the step is ours, in pieces
         if "every_n" in words:
             settings["activation_checkpointing.every_n"] = words["every_n"]
         return Config.from_dict(settings)
@@ -96,7 +104,7 @@ def read_rows() -> list[Row]:
         points = {row["id"]: row for row in csv.DictReader(file)}
     data = _read_yaml()
     return [
-        Row(id, points[id], words, pure=group == "closed_form_only")
+        Row(id, points[id], words, expressed=group == "expressed")
         for group in ("expressed", "closed_form_only")
         for id, words in data[group].items()
     ]
@@ -288,7 +296,7 @@ def main() -> None:
     rows = read_rows()
     for row in rows:
         results[row.id] = {"full": None, **results.get(row.id, {}), "closed_form": predict_closed_form(row)}
-    lacking = [row.id for row in rows if not row.pure and results[row.id]["full"] is None]
+    lacking = [row.id for row in rows if row.expressed and results[row.id]["full"] is None]
     by_id = {row.id: row for row in rows}
     for name in [] if arguments.full is None else arguments.full or lacking:
         results[name]["full"] = predict_in_full(by_id[name])
