@@ -48,9 +48,10 @@ def test_rows_on_the_wrong_side_of_their_limit(method: str) -> None:
 
 
 def test_closed_form_follows_the_full_simulation() -> None:
-    """On every row that both predict, up to 70B on 64 GPUs: within 2 %."""
+    """On every row that both predict, up to 70B on 64 GPUs: within 2 %; not where it is of a run without FSDP."""
+    without = {row.id for row in read_rows() if row.words.get("unsharded")}
     for id, found in json.loads(RESULTS.read_text(encoding="utf-8")).items():
-        if (full := found["full"]) is not None:
+        if (full := found["full"]) is not None and id not in without:
             expected = full["allocated_gib"] + full.get("stated_logits_gib", 0.0)
             assert found["closed_form"]["allocated_gib"] == pytest.approx(expected, rel=0.02), id
 
