@@ -6,6 +6,7 @@ test_offline_export.py, 48 in test_run_folder.py and test_disk_full.py, the plan
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -179,12 +180,18 @@ def save_deep(folder: str) -> str:
     return folder
 
 
+def give_memory_back_at_once() -> None:
+    """Let glibc map every block above 64 KiB by itself: what is freed is gone from RSS, so RSS is what is held."""
+    ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD
+
+
 def peaks_of_writing(small: dict[str, Any], deep: dict[str, Any]) -> tuple[list[int], int]:
     """Return this rank's peaks of anonymous bytes above its base in a save and in an export, and its model's bytes."""
     from benchmarks.loading import Peaks
     from fsdp_trainer.checkpoint import _create_optimizer_state
     from fsdp_trainer.export import export_model
 
+    give_memory_back_at_once()
     for run_settings in (small, deep):  # first uses of DCP and of safetensors take memory of their own
         run = runs.build(run_settings)
         output_dir = Path(run.config.output_dir)
@@ -209,6 +216,7 @@ def peak_of_offline_export(checkpoints: list[str], out: str) -> int:
     from benchmarks.loading import Peaks
     from fsdp_trainer.offline_export import export_checkpoint
 
+    give_memory_back_at_once()
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     found = []

@@ -62,7 +62,7 @@ def step_with_chosen_experts(run_settings: dict[str, Any], rows: list[Any]) -> t
         if name.endswith(".experts"):
             module.register_forward_pre_hook(lambda _, inputs: chosen.append(set(inputs[1].flatten().tolist())))
     with step_runs.captured_gradients(run) as gradients:
-        train_step(run, step_runs.window_of(run, rows), learning_rate=1e-3)
+        train_step(run, step_runs.window_of(run, rows), learning_rate=1e-3, optimizer_step=0)
     return gradients, chosen
 
 

@@ -24,9 +24,9 @@ def between_steps(run_settings: dict[str, Any], documents: list[Any], asked: dic
 
     run = step_runs.build(run_settings)
     windows = [step_runs.window_of(run, rows) for rows in documents]
-    losses = [train_step(run, windows[0], learning_rate=1e-3).loss.item()]
+    losses = [train_step(run, windows[0], learning_rate=1e-3, optimizer_step=0).loss.item()]
     result = simulate(Config.from_dict(asked), "8xA100-80GB")
-    losses.append(train_step(run, windows[1], learning_rate=1e-3).loss.item())
+    losses.append(train_step(run, windows[1], learning_rate=1e-3, optimizer_step=1).loss.item())
     assert result.ledger is not None
     try:
         simulate(Config.from_dict({**asked, "model": {"path": "/not/there"}}), "8xA100-80GB")
@@ -43,7 +43,10 @@ def plain_steps(run_settings: dict[str, Any], documents: list[Any]) -> list[floa
     from fsdp_trainer.step import train_step
 
     run = step_runs.build(run_settings)
-    return [train_step(run, step_runs.window_of(run, rows), learning_rate=1e-3).loss.item() for rows in documents]
+    return [
+        train_step(run, step_runs.window_of(run, rows), learning_rate=1e-3, optimizer_step=step).loss.item()
+        for step, rows in enumerate(documents)
+    ]
 
 
 def test_simulating_in_the_middle_of_a_run(model_folder: Folder, tmp_path: Path) -> None:
