@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from fsdp_trainer.data.chat import ChatTemplate, Dropped, Piece, build_chat_template, chat_pieces
+from fsdp_trainer.data.chat import RENDERING, ChatTemplate, Dropped, Piece, build_chat_template, chat_pieces
 from fsdp_trainer.data.formats import Chat, RecordError
 from fsdp_trainer.data.sources import BadRecord, Example
 from fsdp_trainer.data.tokens import TextTokenizer, build_control_tokens, build_text_tokenizer, is_hiding
@@ -110,8 +110,12 @@ def encode_examples(examples: Sequence[Example | BadRecord], *, encoder: Encoder
     dropped: Counter = Counter()
     notes: Counter = Counter()
     kept: list[tuple[Example, list[Piece]]] = []
-    for example in examples:
-        outcome = example if isinstance(example, BadRecord) else _pieces_or_reason(example, encoder=encoder)
+    with RENDERING:
+        outcomes = [
+            example if isinstance(example, BadRecord) else _pieces_or_reason(example, encoder=encoder)
+            for example in examples
+        ]
+    for example, outcome in zip(examples, outcomes, strict=True):
         if isinstance(outcome, BadRecord):
             bad.append(outcome)
         elif isinstance(outcome, Dropped):
