@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
@@ -84,9 +84,12 @@ def build_encoder(
     if chat_template is not None:
         template = build_chat_template(chat_template, tokenizer=tokenizer, sanitize=sanitize_control_tokens)
     control = template.control if template is not None else build_control_tokens(tokenizer)
-    bos, eos = (_token_id(tokenizer, name) for name in (tokenizer.bos_token, tokenizer.eos_token))
+    vocabulary = tokenizer.get_vocab()  # a new copy of it in every call
+    bos, eos = (
+        None if name is None else vocabulary.get(str(name)) for name in (tokenizer.bos_token, tokenizer.eos_token)
+    )
     names = [str(name) for name in (tokenizer.eos_token, template.turn_end if template else None) if name is not None]
-    ends = {_token_id(tokenizer, name): name for name in names}
+    ends = {vocabulary.get(name): name for name in names}
     return Encoder(
         tokenizer=build_text_tokenizer(tokenizer, control=control),
         template=template,
@@ -98,10 +101,6 @@ def build_encoder(
         eos_id=eos,
         ends={token: name for token, name in ends.items() if token is not None},
     )
-
-
-def _token_id(tokenizer: "PreTrainedTokenizerBase", name: Any) -> int | None:
-    return None if name is None else tokenizer.get_vocab().get(str(name))
 
 
 def encode_examples(examples: Sequence[Example | BadRecord], *, encoder: Encoder) -> Encoded:
