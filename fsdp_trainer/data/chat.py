@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from fsdp_trainer.data.formats import Chat, RecordError, mark_messages, mark_parts
+from fsdp_trainer.data.formats import Chat, RecordError, has_reasoning, mark_messages, mark_parts
 from fsdp_trainer.data.tokens import ControlTokens, build_control_tokens, is_hiding, texts_in
 from fsdp_trainer.errors import DataError
 
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 _QUESTION, _PROBE = "ASKED", "PROBE"
 # One thread at a time: Transformers kept the marked spans on the compiled template, which threads share, before it put
 # them into a context variable (5.24 has that). Nothing is lost: rendering is Python, which threads do not make faster.
-_RENDERING = threading.Lock()
+# Whoever renders many holds it for all of them: threads that took turns would finish together, and the tokenizer would
+# wait for all of them, then all of them for it.
+RENDERING = threading.RLock()
 
 # What is worth counting about records that are trained on; a report says what each means.
 TYPED_CONTROL = "control tokens in messages"
@@ -279,7 +281,8 @@ def _answer_end(text: str, start: int, message: dict[str, Any], *, template: Cha
 
 def _check_parts(chat: Chat, *, template: ChatTemplate) -> None:
     """Refuse a template that leaves out a tool, a call or the last reasoning, anywhere in the conversation."""
-    _refuse_lost(*mark_parts(chat), template=template)
+    if chat.tools or any("tool_calls" in message for message in chat.messages) or has_reasoning(chat.messages[-1]):
+        _refuse_lost(*mark_parts(chat), template=template)
 
 
 def _check_messages(text: str, chat: Chat, *, template: ChatTemplate) -> None:
@@ -302,6 +305,8 @@ def _refuse_lost(marked: Chat, parts: dict[str, str], *, template: ChatTemplate)
 
 def _check_whole_answer(written: str, message: dict[str, Any], *, index: int, asked: str) -> None:
     """Refuse a template that leaves part of an answer out (DeepSeek R1: the reasoning); blanks may differ."""
+    if not message.get("tool_calls") and "reasoning_content" not in message and message["content"] in written:
+        return  # word for word, as nearly all are
     squeezed = "".join(written.split())
     at = 0
     for text in _answer_texts(message):  # one after the other: a short reasoning may stand in the answer's text as well
@@ -350,7 +355,7 @@ def _render(
     try:
         # The function that apply_chat_template calls (transformers 5.17 to 5.24). Called directly because it gives the
         # spans in characters: one way of finding tokens then serves every format.
-        with _RENDERING:
+        with RENDERING:
             texts, spans = render_jinja_template(
                 [list(messages)],
                 chat_template=template.source,

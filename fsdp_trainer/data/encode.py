@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
-from fsdp_trainer.data.chat import ChatTemplate, Dropped, Piece, build_chat_template, chat_pieces
+from fsdp_trainer.data.chat import RENDERING, ChatTemplate, Dropped, Piece, build_chat_template, chat_pieces
 from fsdp_trainer.data.formats import Chat, RecordError
 from fsdp_trainer.data.sources import BadRecord, Example
 from fsdp_trainer.data.tokens import TextTokenizer, build_control_tokens, build_text_tokenizer, is_hiding
@@ -84,9 +84,12 @@ def build_encoder(
     if chat_template is not None:
         template = build_chat_template(chat_template, tokenizer=tokenizer, sanitize=sanitize_control_tokens)
     control = template.control if template is not None else build_control_tokens(tokenizer)
-    bos, eos = (_token_id(tokenizer, name) for name in (tokenizer.bos_token, tokenizer.eos_token))
+    vocabulary = tokenizer.get_vocab()  # a new copy of it in every call
+    bos, eos = (
+        None if name is None else vocabulary.get(str(name)) for name in (tokenizer.bos_token, tokenizer.eos_token)
+    )
     names = [str(name) for name in (tokenizer.eos_token, template.turn_end if template else None) if name is not None]
-    ends = {_token_id(tokenizer, name): name for name in names}
+    ends = {vocabulary.get(name): name for name in names}
     return Encoder(
         tokenizer=build_text_tokenizer(tokenizer, control=control),
         template=template,
@@ -100,18 +103,18 @@ def build_encoder(
     )
 
 
-def _token_id(tokenizer: "PreTrainedTokenizerBase", name: Any) -> int | None:
-    return None if name is None else tokenizer.get_vocab().get(str(name))
-
-
 def encode_examples(examples: Sequence[Example | BadRecord], *, encoder: Encoder) -> Encoded:
     """Turn records into documents; bad ones (the reader's too) are returned by name, dropped ones by count."""
     bad: list[BadRecord] = []
     dropped: Counter = Counter()
     notes: Counter = Counter()
     kept: list[tuple[Example, list[Piece]]] = []
-    for example in examples:
-        outcome = example if isinstance(example, BadRecord) else _pieces_or_reason(example, encoder=encoder)
+    with RENDERING:
+        outcomes = [
+            example if isinstance(example, BadRecord) else _pieces_or_reason(example, encoder=encoder)
+            for example in examples
+        ]
+    for example, outcome in zip(examples, outcomes, strict=True):
         if isinstance(outcome, BadRecord):
             bad.append(outcome)
         elif isinstance(outcome, Dropped):

@@ -148,10 +148,15 @@ def mark_parts(chat: Chat) -> tuple[Chat, dict[str, str]]:
         messages.append(message | {"tool_calls": calls} if calls else message)
     # Of earlier turns many templates leave the reasoning out on purpose, as the model's own chats do.
     last = messages[-1]
-    if last["role"] == "assistant" and last.get("reasoning_content", "").strip():
+    if has_reasoning(last):
         name = mark("the reasoning of the last answer")
         messages[-1] = last | {key: f"{last[key].rstrip()} {name}" for key in _REASONING_KEYS if key in last}
     return replace(chat, messages=tuple(messages), tools=tuple(tools)), parts
+
+
+def has_reasoning(message: dict[str, Any]) -> bool:
+    """Tell whether a message is an answer with its reasoning."""
+    return message["role"] == "assistant" and bool(message.get("reasoning_content", "").strip())
 
 
 def mark_messages(chat: Chat) -> tuple[Chat, dict[str, str]]:
@@ -219,6 +224,9 @@ def _messages(value: Any, key: str) -> tuple[dict[str, Any], ...]:
 def _message(value: Any, at: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RecordError("wrong type", f"{at} must be an object with role and content, not {_shown(value)}")
+    role, content = value.get("role"), value.get("content")
+    if len(value) == 2 and isinstance(content, str) and isinstance(role, str) and role in ROLES:
+        return {"role": role, "content": content}  # what most are; the rest below would return the same
     # A table has every column in every row: null there is what is left out elsewhere.
     value = {key: item for key, item in value.items() if item is not None}
     name = "from" if "role" not in value and "from" in value else "role"

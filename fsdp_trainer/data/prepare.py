@@ -39,7 +39,7 @@ from fsdp_trainer.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_CHUNK_RECORDS = 256
+_CHUNK_RECORDS = 128  # what is being tokenised takes some 100 bytes a token, of several blocks at once
 _WORKERS_PAY_FROM_RECORDS = 5000  # starting them costs seconds
 _WORKERS_PAY_FROM = 3  # two do no more than threads beside a tokenizer that works without Python's lock
 

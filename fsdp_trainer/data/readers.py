@@ -107,7 +107,7 @@ def parse_record(line: bytes) -> dict[str, Any]:
     """Parse one line of UTF-8; raise RecordError for broken JSON, repeated keys, lone surrogates, or not an object."""
     try:
         # Decoded here: json would take bytes with every second one NUL for UTF-16.
-        value = json.loads(line.decode(), object_pairs_hook=_object_without_repeats)
+        value = _DECODER.decode(line.decode())
     except json.JSONDecodeError as error:
         what = f"not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
         raise RecordError("broken JSON", what + _explain_broken(line, error.msg)) from None
@@ -117,6 +117,8 @@ def parse_record(line: bytes) -> dict[str, Any]:
 
 
 def _explain_broken(line: bytes, message: str) -> str:
+    if line.startswith(_BOM):
+        return "; a byte order mark (BOM) stands here, as between files put behind each other"
     if line.strip() == b"{":
         return "; an object stands on one line, not over several"
     if message == "Extra data":
@@ -175,11 +177,10 @@ def _read_array(path: Path, *, start: Mark) -> Iterator[Record]:
 
 
 def _elements(text: str) -> Iterator[Any]:
-    decoder = json.JSONDecoder(object_pairs_hook=_object_without_repeats)
     at = _after_blanks(text, text.index("[") + 1)
     more = text[at : at + 1] != "]"
     while more:
-        value, at = decoder.raw_decode(text, at)
+        value, at = _DECODER.raw_decode(text, at)
         yield value
         at = _after_blanks(text, at)
         if text[at : at + 1] not in (",", "]"):
@@ -199,12 +200,12 @@ def _after_blanks(text: str, at: int) -> int:
 def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
-        raise RecordError(
-            "repeated key",
-            f"the key {_first_repeated([name for name, _ in pairs])!r} stands twice in one object; only one could be "
-            "used",
-        )
+        name = _first_repeated([name for name, _ in pairs])
+        raise RecordError("repeated key", f"the key {name!r} stands twice in one object; only one could be used")
     return value
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object_without_repeats)  # json.loads would build one for every record
 
 
 def _first_repeated(names: list[str]) -> str | None:

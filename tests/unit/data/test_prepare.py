@@ -3,6 +3,8 @@
 import shutil
 import subprocess
 import sys
+import time
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -80,7 +82,11 @@ def test_what_does_not_change_the_rows_keeps_the_folder(jsonl, tokenizer):
     path = jsonl(*numbered(5))
     folder = path_for(path, tokenizer=tokenizer)
     assert folder == path_for(path, tokenizer=tokenizer, workers=7, shuffle=False, seed=3)
-    tokenizer("other text", truncation=True, max_length=3)  # leaves a trace in the tokenizer, not in what it means
+    # each leaves a trace in the tokenizer, not in what it means
+    tokenizer("other text", truncation=True, max_length=3)
+    tokenizer(["other", "text here"], padding=True)
+    assert folder == path_for(path, tokenizer=tokenizer)
+    tokenizer.backend_tokenizer.enable_padding(pad_token='],"added_tokens":[', length=5)
     assert folder == path_for(path, tokenizer=tokenizer)
 
 
@@ -89,6 +95,8 @@ def test_changed_bytes_or_tokenizer_change_the_folder(jsonl, tokenizer):
     assert folder != path_for(jsonl(*numbered(6)), tokenizer=tokenizer)
     assert folder != path_for(jsonl(*numbered(5)), tokenizer=build_tokenizer(adds_bos=True))
     assert folder != path_for(jsonl(*numbered(5)), tokenizer=build_tokenizer(template=None))
+    tokenizer.add_tokens(["quick brown"])
+    assert folder != path_for(jsonl(*numbered(5)), tokenizer=tokenizer)
 
 
 def test_others_wait_for_the_writer(jsonl, tokenizer):
@@ -255,6 +263,34 @@ def test_threads_read_no_further_than_they_need(jsonl):
     assert 1 < len(read) < 20
     encoded.close()
     assert len(read) < 20
+
+
+class Watched(list):
+    """Records that note when the first pass over them takes one."""
+
+    def __init__(self, records, *, name: int, taken: list[int]) -> None:
+        super().__init__(records)
+        self.name, self.taken, self.passes = name, taken, 0
+
+    def __iter__(self):
+        self.passes += 1
+        noting = self.passes == 1
+        for record in super().__iter__():
+            if noting:
+                self.taken.append(self.name)
+                time.sleep(0.001)  # any other thread gets its turn
+            yield record
+
+
+def test_threads_render_one_block_after_another(jsonl):
+    """In turns they would all finish together, and the tokenizer would have nothing to do until then."""
+    encoder = build_encoder(build_tokenizer(), chat_template=CHATML, seq_len=64)
+    records = list(read_examples([jsonl(*numbered(12))]))
+    taken: list[int] = []
+    blocks = [Watched(records, name=name, taken=taken) for name in range(6)]
+    assert len(list(encode_in_threads(iter(blocks), encoder=encoder))) == 6
+    assert [name for name, _ in groupby(taken)] == sorted(range(6), key=taken.index)
+    assert len(taken) == 6 * 12
 
 
 def test_many_records_go_to_workers_and_give_the_same_rows(prepared, jsonl, monkeypatch, tmp_path):

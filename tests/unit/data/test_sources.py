@@ -163,6 +163,7 @@ def test_d19_wrong_types_are_refused_by_line():
         ("[1, 2]", "wrong type", "list"),
         ("7", "wrong type", "number"),
         ('{"text": ' + "[" * 100_000, "broken JSON", ""),
+        ('\ufeff{"text": "a"}', "broken JSON", "byte order mark"),
         ('{"text": ' + "1" * 5000 + "}", "broken JSON", ""),
         ('{"text": null}', "missing field", "null"),
         ('{"text": ["part"]}', "wrong type", "must be a string"),
