@@ -210,6 +210,7 @@ def _build_optimizer(model: nn.Module, config: Config, sharding: Sharding, runti
     pure = config.precision == "bf16_pure"
     return OffloadedAdamW(
         groups,
+        frozen=[parameter for parameter in model.parameters() if not parameter.requires_grad],
         **numbers,
         gradients=HostGradients(
             reduction_units(sharding),
