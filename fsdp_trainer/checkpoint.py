@@ -8,7 +8,7 @@ import json
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -296,8 +296,7 @@ def load_checkpoint(
     state = run_on_main(lambda: _read_matching_state(path, scaler), process_group=process_group)
     _create_optimizer_state(optimizer)
     tensors = training_tensors(model, optimizer)
-    frozen = {f"model.{name}" for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    stored, others = run_on_main(lambda: _check_tensors(path, tensors, frozen=frozen), process_group=process_group)
+    stored, others = run_on_main(lambda: _check_tensors(path, tensors), process_group=process_group)
     scales = {name: torch.empty(shape, dtype=torch.float32) for name, shape in others.items()}
     rng = rng_tensors(device)
     fits = state["world_size"] == _world_size() and rng.keys() <= stored
@@ -367,13 +366,10 @@ def _read_matching_state(path: Path, scaler: Any) -> dict[str, Any]:
     return state
 
 
-def _check_tensors(
-    path: Path, tensors: Mapping[str, torch.Tensor], *, frozen: Set[str]
-) -> tuple[set[str], dict[str, torch.Size]]:
+def _check_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[set[str], dict[str, torch.Size]]:
     """Compare the stored entries of model and optimizer with `tensors`, or raise CheckpointError.
 
-    Returns the names of everything stored, and the shapes of 8-bit scales that belong to another number of shards. A
-    `frozen` weight rests in the dtype it computes in where the optimizer is offloaded, so its dtype may differ.
+    Returns the names of everything stored, and the shapes of 8-bit scales that belong to another number of shards.
     """
     stored = _stored_tensors(path)
     wanted = {name: _describe(t.shape, t.dtype) for name, t in tensors.items() if not _is_count(name)}
@@ -382,8 +378,6 @@ def _check_tensors(
         for name, e in stored.items()
         if not name.startswith("rng.") and not _is_count(name)
     }
-    for name in frozen & entries.keys() & wanted.keys():
-        wanted[name] = wanted[name].rpartition(" ")[0] + " " + entries[name].rpartition(" ")[2]
     elsewhere = scales_of_other_layouts(tensors, stored)
     wrong = [f"{name} is missing" for name in sorted(wanted.keys() - entries.keys())]
     wrong += [f"{name} is not in this run" for name in sorted(entries.keys() - wanted.keys())]

@@ -419,11 +419,12 @@ def _groups(config: "Config", world_size: int) -> Iterator[Problem]:
     if replicate > 1 and (world_size % replicate or world_size == replicate):
         reason = "does not divide the number of ranks" if world_size % replicate else "leaves nothing to shard"
         copies = [n for n in range(2, world_size) if world_size % n == 0]
+        is_whole = world_size == replicate and config.sharding.offload == "none"  # stage 0 cannot be offloaded
         fix = f"set sharding.replicate to one of {copies}" if copies else "leave out sharding.replicate"
         yield Problem(
             f"sharding.replicate {reason}",
             f"{format_number(world_size, 'rank')} / {replicate} copies = {world_size / replicate:g} ranks a copy",
-            fix + (", or sharding.zero_stage: 0 for whole copies" if world_size == replicate else ""),
+            fix + (", or sharding.zero_stage: 0 for whole copies" if is_whole else ""),
             ("sharding.replicate",),
         )
         return

@@ -4,6 +4,7 @@ Tensors are read from the checkpoint one at a time, so the host holds one file's
 """
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -173,7 +174,10 @@ def _tensor_reader(checkpoint: Path, model: nn.Module) -> Callable[[str], torch.
 
     def read(name: str) -> torch.Tensor:
         tensor = torch.empty(stored[name].size, dtype=stored[name].properties.dtype)
-        load_sharded({f"model.{name}": tensor}, storage_reader=reader, no_dist=True)
+        with warnings.catch_warnings():
+            # torch says so of every load without a process group, which is what this is.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            load_sharded({f"model.{name}": tensor}, storage_reader=reader, no_dist=True)
         return tensor
 
     return read
@@ -218,4 +222,5 @@ class _Rounding:
         if not self._changed:
             return []
         share = self._kept / self._changed
-        return [f"{dtype} keeps {share:.1%} of {self._changed:,} changed weights; --dtype fp32 keeps all of them"]
+        hint = "; --dtype fp32 keeps all of them" if share < 1 else ""
+        return [f"{dtype} keeps {share:.1%} of {self._changed:,} changed weights{hint}"]

@@ -37,6 +37,7 @@ from fsdp_trainer.optim.masters import send_masters, trained_weights
 from fsdp_trainer.optim.offloaded_adamw import OffloadedAdamW
 from fsdp_trainer.optim.sharded_adamw import ShardedAdamW
 from fsdp_trainer.optim.transfers import can_pin
+from fsdp_trainer.patches import skip_padding_warning
 from fsdp_trainer.router_loss import find_router_loss
 from fsdp_trainer.runtime import Runtime, check_precision
 from fsdp_trainer.sharding import (
@@ -140,6 +141,7 @@ def _build_meta(config: Config) -> tuple[Any, Any, ModelParts]:
         apply_dtype(model, COMPUTE_DTYPES[config.precision])
     parts = find_parts(model)
     check_positions(model.config, parts, seq_len=config.data.seq_len)
+    skip_padding_warning(parts.decoder)
     return hf_config, model, parts
 
 
@@ -210,6 +212,7 @@ def _build_optimizer(model: nn.Module, config: Config, sharding: Sharding, runti
     pure = config.precision == "bf16_pure"
     return OffloadedAdamW(
         groups,
+        frozen=[parameter for parameter in model.parameters() if not parameter.requires_grad],
         **numbers,
         gradients=HostGradients(
             reduction_units(sharding),

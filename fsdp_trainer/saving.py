@@ -68,7 +68,8 @@ class Saver:
         self._memory: HostMemory = {}
         if self._in_background:
             every, half = checkpoint.every_steps, (checkpoint.every_steps + 1) // 2
-            fact = f"checkpoints: one begun every {half} steps in the background, so that a kill costs at most {every}"
+            often = "after each step" if half == 1 else f"every {half} steps"
+            fact = f"checkpoints: one begun {often} in the background, so that a kill costs at most {every}"
             log_line(fact, is_main=run.runtime.is_main)
         self._saved_step, self._best = saved_step, best
 

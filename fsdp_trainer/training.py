@@ -241,13 +241,13 @@ def _check_skip(run: Run, progress: Progress, *, loss: float, grad_norm: float, 
     if overflow or run.config.train.on_nonfinite == "skip":
         if in_a_row <= limit:
             return
-        reason = f"{in_a_row} steps in a row were not finite."
+        reason, instead = f"{in_a_row} steps in a row were not finite.", " or lower optim.lr"
     else:
-        reason = "The gradient of a step is not finite."
+        reason, instead = "The gradient of a step is not finite.", ", lower optim.lr or set train.on_nonfinite: skip"
     raise NonFiniteError(
         reason,
         values=f"step {progress.step + 1}: loss {loss}, gradient norm {grad_norm}, rows {list(rows)[:16]}",
-        fix="look at these rows, lower optim.lr or set train.on_nonfinite: skip; the last checkpoint is as it was",
+        fix=f"look at these rows{instead}; the last checkpoint is as it was",
     )
 
 

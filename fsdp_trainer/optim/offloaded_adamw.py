@@ -24,7 +24,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     An Optimizer because Accelerate asks for one. `step` reads `found_inf` and `optimizer_step`, as ShardedAdamW does.
     `on_device` streams pieces through the device instead of computing on the host. `master_dtype` None is that of each
-    weight, whose updates are then rounded stochastically.
+    weight, whose updates are then rounded stochastically. A `frozen` parameter that rests narrower than `master_dtype`
+    has a master too, in `frozen_masters`: what is saved and exported of it is what was loaded, to the bit.
     """
 
     _step_supports_amp_scaling = True
@@ -35,6 +36,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self,
         groups: Sequence[Mapping[str, Any]],
         *,
+        frozen: Sequence[nn.Parameter] = (),
         lr: float,
         betas: tuple[float, float],
         eps: float,
@@ -50,7 +52,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         super().__init__([dict(group) for group in groups], {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.gradients = gradients
         self._master_dtype, self._state_dtype, self.eight_bit = master_dtype, state_dtype, eight_bit
-        self._seed, self._shard, self._device = seed, shard, device
+        self._seed, self._shard, self._device, self._frozen = seed, shard, device, tuple(frozen)
+        self.frozen_masters: dict[torch.Tensor, torch.Tensor] = {}
         self._mover = _DeviceStep(device) if on_device else _HostStep(device)
         # By its plain name: a CPU rank's device has an index, and a tensor that is "moved" to cpu:0 is copied.
         self._where = device if on_device and device.type != "cpu" else torch.device("cpu")
@@ -65,12 +68,16 @@ class OffloadedAdamW(torch.optim.Optimizer):
             self.state[parameter] = {MASTER: master, **averages}
             if self._where.type == "cuda":
                 self.is_pinned &= pin(flat(value) for value in self.state[parameter].values())
+        if (dtype := self._master_dtype) is not None:
+            narrow = (parameter for parameter in self._frozen if parameter.dtype != dtype)
+            self.frozen_masters = {parameter: host_like(parameter, dtype) for parameter in narrow}
 
     def host_tensors(self) -> Iterator[torch.Tensor]:
         """Yield this rank's part of all that is kept on the host."""
         for parameter in self._parameters():
             yield self.gradients[parameter]
             yield from (flat(value) for value in self.state[parameter].values())
+        yield from map(flat, self.frozen_masters.values())
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for group in self.param_groups for parameter in group["params"])

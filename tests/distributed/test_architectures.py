@@ -185,3 +185,31 @@ def test_bf16_computes_what_transformers_computes_in_bf16(name: str, tmp_path: P
     # Measured: at most 0.7 % from kernels that add up in another order; 1.6 % with the tables cast to bf16, and 22 %
     # with a router in bf16.
     assert max(errors.values()) < 9e-3, sorted(errors.items(), key=lambda item: -item[1])[:5]
+
+
+def said_of_padding(settings: dict[str, Any]) -> list[list[str]]:
+    """Return what Transformers warns of a step over padded rows: as we build the model, and with its own forward."""
+    import logging
+
+    from fsdp_trainer.step import train_step
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.setLevel(logging.WARNING)
+    logger.addHandler(handler)
+    run, found = step_runs.build(settings), []
+    rows = [[document] for document in models.make_records(4, seed=5)[1]]
+    for step in range(2):
+        train_step(run, step_runs.window_of(run, rows, step=step), learning_rate=1e-3, optimizer_step=step)
+        found.append(list(said))
+        vars(run.model.transformer).pop("warn_if_padding_and_no_attention_mask", None)
+    return found
+
+
+def test_padding_is_meant_and_no_reason_to_warn(model_folder: Any, tmp_path: Path) -> None:
+    """When the second step warns no more, `patches.skip_padding_warning` can go."""
+    ours, theirs = run_ranks(said_of_padding, 1, settings_for(model_folder("gpt2"), tmp_path, packing=False))[0]
+    assert ours == []
+    assert len(theirs) == 1 and "attention_mask" in theirs[0]

@@ -16,6 +16,7 @@ from tests.training_runs import settings
 
 ModelFolder = Callable[[str], str]
 Bytes = dict[str, dict[str, Any]]
+EIGHT_BIT_ON_DEVICE = {"name": "adamw_8bit", "offload_step": "device"}
 
 
 class LateMemory(dict[str, Any]):
@@ -80,8 +81,11 @@ def step_at_once(config: dict[str, Any]) -> tuple[Bytes, Bytes, list[str], bool]
         (2, {"sharding": {"zero_stage": 0}, "precision": "fp16"}),
         (2, {"sharding": {"zero_stage": 3, "offload": "params"}, "precision": "bf16"}),
         (1, {"sharding": {"zero_stage": 2}}),
+        (2, {"sharding": {"offload": "optimizer"}, "precision": "bf16"}),
+        (1, {"sharding": {"offload": "optimizer"}, "precision": "fp16", "optim": EIGHT_BIT_ON_DEVICE}),
+        (2, {"sharding": {"zero_stage": 1}, "precision": "bf16_pure", "optim": {"state_dtype": "bf16"}}),
     ],
-    ids=["stage3", "stage0-scaler", "offloaded", "one-rank"],
+    ids=["stage3", "stage0-scaler", "offloaded", "one-rank", "host-step", "device-step-8bit", "pure-bf16"],
 )
 def test_the_copy_is_of_the_step_it_was_begun_after(
     world: int, sections: dict[str, Any], model_folder: ModelFolder, tmp_path: Path

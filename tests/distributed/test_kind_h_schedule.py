@@ -189,6 +189,7 @@ def test_nonfinite_ends_the_run_on_all_ranks(
         run_ranks(training_runs.train, 2, settings)
     assert f"step {steps + 1}" in caught.value.values
     assert "rows" in caught.value.values
+    assert ("on_nonfinite: skip" in caught.value.fix) == (on_nonfinite == "error"), "no advice to set what is set"
     metrics = tmp_path / "run" / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     assert len(rows) == steps

@@ -83,6 +83,7 @@ def check_command(run: Path, tmp_path: Path) -> None:
     ended = run_command(command, cwd=tests.ranks.REPOSITORY)
     assert ended.returncode == 0
     assert "step 4 of" in ended.stdout
+    assert "Warning" not in ended.stdout + ended.stderr, "of torch's, about what was meant"
     ours, theirs = training_runs.read_weights(tmp_path / "by command"), training_runs.read_weights(run / "model")
     assert ours.keys() == theirs.keys() and all(tensor.equal(theirs[name]) for name, tensor in ours.items())
 

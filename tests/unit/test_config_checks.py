@@ -178,6 +178,13 @@ def test_world_that_does_not_fit(overrides: dict[str, Any], world: int, parts: l
         assert part in str(caught.value)
 
 
+def test_an_offloaded_run_is_not_told_to_keep_whole_copies() -> None:
+    """What one refusal tells to set must not be refused by another."""
+    with pytest.raises(ConfigError, match="nothing to shard") as caught:
+        Config.from_dict({"sharding": {"replicate": 4, "offload": "optimizer"}}).check_world(4)
+    assert "zero_stage" not in caught.value.fix and "[2]" in caught.value.fix
+
+
 def test_worlds_that_fit() -> None:
     assert Config.from_dict({"sharding": {"replicate": 2}}).check_world(4) == 16
     assert Config.from_dict({"sharding": {"reshard_after_forward": 2}}).check_world(4) == 16
