@@ -75,6 +75,7 @@ def quick_timeline(config: Config, hardware: Hardware) -> Timeline:
 def format_quick(result: dict[str, Any]) -> str:
     """Return the answer as a person reads it."""
     verdict = {True: "fits", False: "does not fit", None: "too close for the closed form: leave out --quick"}
+    parts = [f"{name.replace('_', ' ')} {size:.2f}" for name, size in result["breakdown"].items() if size >= 0.005]
     lines = [
         f"{result['config']['model']['path']}: {format_count(result['parameters'])} parameters on {result['gpus']} "
         "(closed form, an estimate)",
@@ -83,11 +84,7 @@ def format_quick(result: dict[str, Any]) -> str:
         "phases: "
         + ", ".join(f"{name} {size:.2f}" for name, size in result["phases"].items() if size is not None)
         + " GiB",
-        "at the peak: "
-        + ", ".join(
-            f"{name.replace('_', ' ')} {size:.2f}" for name, size in result["breakdown"].items() if size >= 0.005
-        )
-        + " GiB",
+        "at the peak: " + (", ".join(parts) + " GiB" if parts else "less than 0.01 GiB of each"),
         "host, a node: "
         + ", ".join(f"{name} {format_bytes(size * GIB)}" for name, size in result["host_node_gib"].items()),
     ]
