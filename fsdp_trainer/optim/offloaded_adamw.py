@@ -12,7 +12,7 @@ from torch import nn
 from fsdp_trainer.optim.eight_bit import BLOCK, SCALES, EightBit
 from fsdp_trainer.optim.host_gradients import HostGradients
 from fsdp_trainer.optim.masters import MASTER
-from fsdp_trainer.optim.sharded_adamw import PIECE, AdamWStep, create_averages, flat, pieces, update
+from fsdp_trainer.optim.sharded_adamw import PIECE, AdamWStep, create_averages, flat, pieces, step_of, update
 from fsdp_trainer.optim.stochastic_rounding import seeded_generator
 from fsdp_trainer.optim.transfers import Arrival, Lane, host_like, pin
 
@@ -94,16 +94,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         generator = seeded_generator(self._where, seed=self._seed, step=self.optimizer_step, shard=self._shard)
         skipped, factor = self.found_inf.to(self._where), self.gradients.factor.to(self._where)
         for group in self.param_groups:
-            step = AdamWStep(
-                lr=group["lr"],
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                number=self.optimizer_step + 1,
-                skipped=skipped,
-                tables=self.eight_bit.tables if self.eight_bit else None,
-            )
+            step = step_of(group, number=self.optimizer_step + 1, skipped=skipped, eight_bit=self.eight_bit)
             for parameter in group["params"]:
                 if parameter in self.gradients:
                     state = {key: flat(value) for key, value in self.state[parameter].items()}

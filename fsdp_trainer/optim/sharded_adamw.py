@@ -36,6 +36,21 @@ class AdamWStep:
     tables: Tables | None = None
 
 
+def step_of(group: Mapping[str, Any], *, number: int, skipped: torch.Tensor, eight_bit: EightBit | None) -> AdamWStep:
+    """Return the numbers of an optimizer's parameter group for step `number`."""
+    beta1, beta2 = group["betas"]
+    return AdamWStep(
+        lr=group["lr"],
+        beta1=beta1,
+        beta2=beta2,
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        number=number,
+        skipped=skipped,
+        tables=eight_bit.tables if eight_bit else None,
+    )
+
+
 def pieces(numel: int) -> Iterator[slice]:
     """Yield the stretches of a flat tensor that are stepped one after the other."""
     for start in range(0, numel, PIECE):
@@ -124,16 +139,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         generator = seeded_generator(device, seed=self._seed, step=self.optimizer_step, shard=self._shard)
         skipped = self.found_inf.to(device)
         for group in self.param_groups:
-            step = AdamWStep(
-                lr=group["lr"],
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                number=self.optimizer_step + 1,
-                skipped=skipped,
-                tables=self.eight_bit.tables if self.eight_bit else None,
-            )
+            step = step_of(group, number=self.optimizer_step + 1, skipped=skipped, eight_bit=self.eight_bit)
             for parameter in (p for p in group["params"] if p.grad is not None):
                 state = {key: flat(value) for key, value in self.state[parameter].items()}
                 update(flat(parameter), flat(parameter.grad), state, step, generator)

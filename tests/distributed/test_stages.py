@@ -5,7 +5,7 @@ Four micro-batches on an untied tiny Llama: six sharded units (embedding, four d
 
 from __future__ import annotations
 
-import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -227,7 +227,7 @@ def join_alone() -> None:
 
     from fsdp_trainer.runtime import build_runtime
 
-    alone = f"file:///tmp/alone-{os.environ['MASTER_PORT']}-{os.environ['RANK']}"
+    alone = f"file://{tempfile.mkdtemp()}/alone"
     dist.init_process_group("gloo", init_method=alone, rank=0, world_size=1)
     build_runtime(timeout_minutes=1)
 
