@@ -203,13 +203,14 @@ def test_live_bytes_are_those_of_real_ranks(
     for index, (real, fake) in enumerate(measured[case]):
         assert isinstance(real, dict), real
         assert isinstance(fake, dict), fake
-        # Gloo's threads may let go of a tensor late, which only adds: the least of a few measurements is the run's.
+        # Gloo's threads may let go of a tensor late, which only adds: the least of a few measurements is the run's. A
+        # save is what it adds to what rests, where such a tensor is taken off: there it is the most.
         for _ in range(MEASURED_AGAIN):
             if same(fake["phases"], real, world=prepared_cases[case][0]):
                 break
             world, prepared = prepared_cases[case]
             again = run_ranks(live_phases.measure_all, world, {case: prepared}, timeout=200)[-1 if index else 0][case]
-            real = {name: min(size, again[name]) for name, size in real.items()}
+            real = {name: (max if name == "save" else min)(size, again[name]) for name, size in real.items()}
         assert same(fake["phases"], real, world=prepared_cases[case][0]), (fake["phases"], real)
         assert set(real) == {"load", "forward", "backward", "clip", "step", "evaluate", "save"}
         assert sum(fake["breakdown"].values()) == fake["peak"]
