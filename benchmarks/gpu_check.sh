@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What one CUDA GPU can show: parity of a few rows, then predicted beside measured peak memory of some configurations, and
-# tokens per second. Under 9 minutes, and 48 GB of the GPU; `python -m benchmarks.gpu --dry` is the same on CPU. Run it
+# tokens per second. At most 9 minutes by its own limits, expected to take 48 GB of the GPU, neither seen yet; `python -m benchmarks.gpu --dry` is the same on CPU. Run it
 # in a checkout on the GPU machine; it needs torch, transformers and accelerate there.
 #   benchmarks/gpu_check.sh [output folder]
 # A machine without an index takes the rest from wheels/ in the checkout, filled beforehand by

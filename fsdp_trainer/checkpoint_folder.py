@@ -31,8 +31,8 @@ def make_empty(folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
-    _sync_folder(folder.parent)
-    _sync_folder(folder.parent.parent)
+    sync(folder.parent)
+    sync(folder.parent.parent)
 
 
 def publish(temporary: Path, target: Path, state: Mapping[str, Any], files: Mapping[str, Any]) -> None:
@@ -45,16 +45,16 @@ def publish(temporary: Path, target: Path, state: Mapping[str, Any], files: Mapp
         for file in sorted(temporary.iterdir())
     }
     write_state(temporary, {**state, "files": described})
-    _sync_folder(temporary)
+    sync(temporary)
     if target.exists():
         _delete(target)
     temporary.rename(target)
-    _sync_folder(target.parent)
+    sync(target.parent)
 
 
-def _sync_folder(folder: Path) -> None:
-    # A rename or a new file is durable only once the folder that lists it is on disk too.
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Have a file, or what a folder lists, on disk: a rename or a new file is durable only once its folder is, too."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -121,7 +121,7 @@ def _delete(path: Path) -> None:
     if doomed.exists():
         shutil.rmtree(doomed)
     path.rename(doomed)
-    _sync_folder(path.parent)
+    sync(path.parent)
     shutil.rmtree(doomed)
 
 

@@ -22,10 +22,11 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from fsdp_trainer.agreement import is_main, run_on_main
+from fsdp_trainer.checkpoint_folder import sync
 from fsdp_trainer.conversions import ExportGroup, architecture_of, plan_export, to_checkpoint
 from fsdp_trainer.custom_code import local_auto_map, write_custom_code
 from fsdp_trainer.errors import CheckpointError
-from fsdp_trainer.export_folder import make_empty, replace_folder, sync, unfinished
+from fsdp_trainer.export_folder import make_empty, replace_folder, unfinished
 from fsdp_trainer.model import names_in_fp32
 from fsdp_trainer.model_card import CARD
 from fsdp_trainer.optim.masters import trained_weights

@@ -11,6 +11,7 @@ import os
 import shutil
 from pathlib import Path
 
+from fsdp_trainer.checkpoint_folder import sync
 from fsdp_trainer.export_checksums import write_checksums
 
 _CURRENT_FOLDER, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
@@ -88,12 +89,3 @@ def _exchange(one: Path, other: Path) -> bool:
     if number in _NOT_OFFERED:
         return False
     raise OSError(number, os.strerror(number), str(one), None, str(other))
-
-
-def sync(path: Path) -> None:
-    """Have a file, or what a folder lists, on disk before going on."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -28,7 +28,6 @@ class OffloadedAdamW(torch.optim.Optimizer):
     has a master too, in `frozen_masters`: what is saved and exported of it is what was loaded, to the bit.
     """
 
-    _step_supports_amp_scaling = True
     found_inf: torch.Tensor
     optimizer_step: int
 

@@ -98,7 +98,6 @@ class ShardedAdamW(torch.optim.Optimizer):
     follows the run's count, also for a parameter that had no gradient in some step.
     """
 
-    _step_supports_amp_scaling = True  # the scaler hands over found_inf instead of reading it
     found_inf: torch.Tensor
     optimizer_step: int
 
@@ -131,7 +130,7 @@ class ShardedAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         """Move every parameter that has a gradient."""
-        assert closure is None and getattr(self, "grad_scale", None) is None, "step.py unscales before it clips"
+        assert closure is None
         trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not trained:
             return
