@@ -48,6 +48,8 @@ PARTS = {
     "memory.simulation_cache": "simulate",
     "memory.simulation_text": "facts",
     "memory.roofline": "simulate",
+    "memory.timing": "facts",
+    "memory.rates": "facts",
     "memory.extrapolate": "simulate",
     "memory.quick": "simulate",
     "memory.estimate": "facts",
@@ -127,7 +129,7 @@ WITHOUT_TORCH = (
 )
 WITHOUT_TORCH += ("cuda_allocator", "run_lock", "data", "data.sources", "data.formats", "data.readers")
 WITHOUT_TORCH += ("memory", "memory.hardware", "memory.estimate")
-WITHOUT_TORCH += ("memory.simulation", "memory.ledger")
+WITHOUT_TORCH += ("memory.simulation", "memory.ledger", "memory.timing", "memory.rates", "memory.estimate_time")
 WITHOUT_TORCH += ("memory.host", "memory.quick", "memory.simulation_text", "report")
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "bitsandbytes", "torchao"}
 MAY_PRINT = ("cli", "progress", "report", "demo")
