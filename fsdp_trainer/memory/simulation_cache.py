@@ -17,6 +17,7 @@ from typing import Any
 from fsdp_trainer.config import Config, ModelConfig
 from fsdp_trainer.memory.hardware import Hardware
 from fsdp_trainer.memory.simulation import Simulation, check_known
+from fsdp_trainer.memory.timing import StepTime
 
 _LIBRARIES = ("torch", "transformers", "accelerate")
 # Settings that change neither what is held nor for how long; a path's content is in the model's config.
@@ -35,11 +36,13 @@ def simulate_cached(
     found = _read(path)
     if found is not None:
         found["config"] = config.to_dict()
+        found["step_time"] = StepTime(**found["step_time"]) if found["step_time"] else None
         return Simulation(**found)
     from fsdp_trainer.memory.simulate import simulate  # here only: an answer from the cache needs no torch
 
     made = simulate(config, hardware, expandable_segments=expandable_segments)
     values = {name: value for name, value in vars(made).items() if name not in ("ledger", "config")}
+    values["step_time"] = asdict(made.step_time) if made.step_time else None
     _write(path, values)
     return made
 
