@@ -36,11 +36,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+FEW = {"RTX4090": 2, "2xRTX4090": 6, "2xA100-80GB": 2, "4xT4": 4}  # rows of a step; of the others eight
+
+
 def build(folder: Path) -> dict[str, tuple[str, Any]]:
     cases = {}
     for name, (gpus, words) in CASES.items():
         sections = {"data": {"packing": False, "seq_len": 2048}, **words}
-        cases[name] = gpus, settings(folder, **{**sections, "model": {**WIDE, **words.get("model", {})}})
+        values = settings(folder, **{**sections, "model": {**WIDE, **words.get("model", {})}})
+        if gpus in FEW:
+            values["batch"]["global_batch_size"] = FEW[gpus]
+        cases[name] = gpus, values
     return cases
 
 
