@@ -27,12 +27,14 @@ NORM_MOVES = {
 NORM_OPERATIONS = {"rms": (7, 16), "gemma": (9, 18), "olmo": (8, 18), "layer": (1, 2), "cohere": (10, 20)}
 # Tensors of the compute dtype that rotary positions move for an element of queries and keys, and operations.
 ROTARY_MOVES, ROTARY_OPERATIONS = (10, 13), (12, 16)
+ROTARY_IN_FP32 = {"cohere": (22, 33)}
 # The same for an element of the MLP's width: by whether it is gated, and for an activation made of many operations.
 MLP_MOVES = {True: (5, 9), False: (2, 3)}
 ACTIVATION_MOVES = {"gelu_new": (18, 28)}
 # Bytes of a score, forward and backward: torch's math form, which works in fp32, and eager attention besides two of the
 # compute dtype.
 MATH_SCORES, EAGER_SCORES = (22, 14), (20, 24)
+SOFTCAP = (15, 13)  # bytes of a score more
 # Adding to the residual stream, and joining gradients that meet there.
 RESIDUAL_MOVES = (6, 12)
 LAYER_OPERATIONS = (14, 40)
@@ -135,7 +137,8 @@ def _layer_moved(shape: ModelShape, settings: StepSettings, *, index: int, backw
         widths += shape.query_size + shape.kv_size
     a_token = norm * widths + RESIDUAL_MOVES[side] * b * shape.hidden
     if rules.learned_positions is None:
-        a_token += ROTARY_MOVES[side] * b * (shape.query_size + shape.kv_size)
+        moves = ROTARY_IN_FP32.get(shape.family, ROTARY_MOVES)
+        a_token += moves[side] * b * (shape.query_size + shape.kv_size)
     experts = shape.experts if index >= shape.dense_layers else None
     width = shape.ffn if experts is None else experts.per_token * experts.ffn + experts.shared_ffn
     moves = MLP_MOVES[rules.gated] if rules.gated else ACTIVATION_MOVES.get(shape.activation, MLP_MOVES[False])
@@ -144,7 +147,7 @@ def _layer_moved(shape: ModelShape, settings: StepSettings, *, index: int, backw
         a_token += (6 + 6 * backward) * b * experts.per_token * shape.hidden
     if attention_of(settings, index) == "scores" or shape.softcapped:
         in_math = _in_math(shape, settings)
-        score = MATH_SCORES[side] if in_math else EAGER_SCORES[side] + 2 * b + 3 * b * shape.softcapped
+        score = MATH_SCORES[side] if in_math else EAGER_SCORES[side] + 2 * b + SOFTCAP[side] * shape.softcapped
         a_token += shape.heads * settings.seq_len * score
     return a_token * settings.tokens
 
