@@ -37,6 +37,8 @@ PARTS = {
     "memory.planner": "planner",
     "memory.plan": "config",
     "memory.candidates": "planner",
+    "memory.candidate_estimates": "planner",
+    "memory.remedies": "planner",
     "memory.measure": "measure",
     "memory.postmortem": "measure",
     "memory.simulate": "simulate",
@@ -48,6 +50,7 @@ PARTS = {
     "memory.work": "simulate",
     "memory.simulation": "simulate",
     "memory.simulation_cache": "simulate",
+    "memory.simulation_workers": "simulate",
     "memory.simulation_text": "facts",
     "memory.roofline": "simulate",
     "memory.extrapolate": "simulate",
@@ -130,7 +133,7 @@ WITHOUT_TORCH = (
 WITHOUT_TORCH += ("cuda_allocator", "run_lock", "data", "data.sources", "data.formats", "data.readers")
 WITHOUT_TORCH += ("memory", "memory.hardware", "memory.machine", "memory.estimate")
 WITHOUT_TORCH += ("memory.simulation", "memory.ledger")
-WITHOUT_TORCH += ("memory.plan", "memory.planner", "memory.candidates")
+WITHOUT_TORCH += ("memory.plan", "memory.planner", "memory.candidates", "memory.candidate_estimates", "memory.remedies")
 WITHOUT_TORCH += ("memory.host", "memory.quick", "memory.simulation_text", "report")
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "bitsandbytes", "torchao"}
 MAY_PRINT = ("cli", "progress", "report", "demo")
