@@ -13,13 +13,14 @@ from fsdp_trainer.memory.simulation import Simulation, capability_of, check_know
 from fsdp_trainer.memory.traced_run import Trace, trace_run
 
 
-def simulate(config: Config, hardware: Hardware, *, expandable_segments: bool = False) -> Simulation:
+def simulate(config: Config, hardware: Hardware, *, expandable_segments: bool = True) -> Simulation:
     """Run rank 0 of `config` on fake tensors and say what it takes on `hardware`.
 
-    `expandable_segments` replays torch's allocator with PYTORCH_ALLOC_CONF=expandable_segments:True. Rows are full and
-    every token is supervised, which is the most a window can take. Raises ConfigError for a model that cannot be
-    trained, and for a technique whose memory is not known here. No run may be active in this process, and no backward
-    may have run: `fsdp_trainer.simulate` (simulation_process.py) does this in a process of its own.
+    `expandable_segments` replays torch's allocator as a run sets it (cuda_allocator.py); False its own default, with
+    segments of a fixed size. Rows are full and every token is supervised, which is the most a window can take. Raises
+    ConfigError for a model that cannot be trained, and for a technique whose memory is not known here. No run may be
+    active in this process, and no backward may have run: `fsdp_trainer.simulate` (simulation_process.py) does this in a
+    process of its own.
     """
     check_known(config)
     check_precision(config.precision, hardware)

@@ -24,7 +24,7 @@ _NO_MATTER = ("output_dir", "log", "schedule", "profile", "rehearse")
 
 
 def simulate_cached(
-    config: Config, hardware: Hardware, *, expandable_segments: bool = False, folder: Path | None = None
+    config: Config, hardware: Hardware, *, expandable_segments: bool = True, folder: Path | None = None
 ) -> Simulation:
     """Return the simulation from `folder` (default: the user's cache), or make it and leave it there.
 
