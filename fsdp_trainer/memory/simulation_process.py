@@ -43,7 +43,7 @@ def simulate(config: Config, hardware: Hardware | str, *, expandable_segments: b
         done = subprocess.run(
             [sys.executable, "-c", _CODE],
             input=pickle.dumps((config.to_dict(), described, expandable_segments, str(path))),
-            env=childchild_environment(os.environ),
+            env=child_environment(os.environ),
             capture_output=True,
             check=False,
         )
