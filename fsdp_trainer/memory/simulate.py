@@ -8,9 +8,9 @@ from fsdp_trainer.memory.allocator import Replay, replay, smallest_capacity
 from fsdp_trainer.memory.hardware import Hardware, read_overheads
 from fsdp_trainer.memory.host import WORKER_BYTES, HostMemory, ProcessParts, host_memory, loading_bytes
 from fsdp_trainer.memory.ledger import Ledger
-from fsdp_trainer.memory.roofline import predict_seconds
 from fsdp_trainer.memory.simulation import Simulation, capability_of, check_known, check_precision
 from fsdp_trainer.memory.traced_run import Trace, trace_run
+from fsdp_trainer.memory.traced_time import time_traced
 
 
 def simulate(config: Config, hardware: Hardware, *, expandable_segments: bool = True) -> Simulation:
@@ -45,10 +45,7 @@ def summarize(trace: Trace, config: Config, hardware: Hardware, *, expandable_se
         events = allocator_events(trace.device)
         unlimited = replay(events, expandable=expandable_segments)
         reserved, least = unlimited.reserved, _least(events, unlimited, expandable=expandable_segments)
-    seconds = None
-    if trace.work is not None:
-        seconds = predict_seconds(trace.work, hardware, half=config.precision != "fp32")
-    tokens = config.batch.global_batch_size * config.data.seq_len
+    time = None if trace.work is None else time_traced(trace.work, hardware)
     return Simulation(
         allocated=allocated,
         reserved=reserved,
@@ -57,8 +54,8 @@ def summarize(trace: Trace, config: Config, hardware: Hardware, *, expandable_se
         limit=hardware.usable_bytes - hardware.outside_bytes,
         phases=trace.device.phases,
         breakdown=trace.device.breakdown(),
-        step_seconds=seconds,
-        tokens_per_second_per_gpu=tokens / seconds / hardware.count if seconds else None,
+        step_time=time,
+        tokens_per_rank=config.batch.global_batch_size * config.data.seq_len // hardware.count,
         config=config.to_dict(),
         ledger=trace.device,
     )

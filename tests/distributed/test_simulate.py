@@ -33,6 +33,7 @@ KEYS = {
     "phases",
     "breakdown",
     "step_seconds",
+    "step_time",
     "tokens_per_second_per_gpu",
     "fits",
     "limit",
