@@ -6,6 +6,7 @@ The models have the layers of large ones, and few of them: a layer of the sizes 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from fsdp_trainer.config import Config
+from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.memory.candidate_estimates import Limits
 from fsdp_trainer.memory.candidates import SEARCHED, enumerate_candidates
 from fsdp_trainer.memory.hardware import Hardware, parse_gpus
@@ -97,13 +99,15 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
 
 
 @pytest.mark.parametrize("name", SPACES)
-def test_no_combination_beats_the_plan(name: str, folder: Path, ask: Ask) -> None:
+def test_no_combination_beats_the_plan(name: str, folder: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     space = SPACES[name]
     config, hardware = space.config(folder), space.hardware
     limits = Limits.of(hardware, None)
     every = [Config.from_dict(made.to_dict()) for made in enumerate_candidates(config, hardware, fixed=space.fixed)]
     answers = ask(every, hardware)
     assert all(isinstance(answer, Simulation) for answer in answers), answers
+    # All of it is in the cache, so a plan needs no process and no torch.
+    monkeypatch.setattr(sys, "executable", "/nonexistent")
     found = plan(config, hardware, fixed=space.fixed, prefer=space.prefer)
     chosen = found.chosen
     assert chosen is not None and chosen.source == "simulation"
@@ -134,3 +138,10 @@ def place(config: Config) -> int:
 def needed_seconds(candidate: Candidate) -> float:
     assert candidate.step_seconds is not None
     return candidate.step_seconds
+
+
+def test_what_is_refused_comes_back_as_its_error(folder: Path, ask: Ask) -> None:
+    config = SPACES["rows"].config(folder)
+    refused, found = ask([config, Config.from_dict(config.to_dict() | {"precision": "fp16"})], parse_gpus("2xT4"))
+    assert isinstance(refused, ConfigError) and "bf16" in str(refused)
+    assert isinstance(found, Simulation)
