@@ -57,29 +57,34 @@ class Space:
             path.mkdir()
             values = json.loads((MODELS / f"{self.model}.json").read_text(encoding="utf-8"))
             (path / "config.json").write_text(json.dumps(values | {"num_hidden_layers": self.layers}), encoding="utf-8")
-        rows = {"data.seq_len": 2048, "batch.global_batch_size": 16}
+        rows = {"data.seq_len": 2048, "batch.global_batch_size": 4}
         return Config.from_dict({"model": {"path": str(path)}, **rows, **self.settings})
 
 
 NONE = {"activation_checkpointing.mode": "none"}
 SPACES = {
-    "rows": Space("llama-3.2-1b", "2xRTX4090", 9.0, ROWS, NONE),
-    "stages": Space("llama-3.2-1b", "2xRTX4090", 9.5, ROWS | STAGE, {"batch.global_batch_size": 8}),
-    "stages over links": Space("qwen2.5-1.5b", "4xA100-80GB", 9.0, STAGE, {"batch.global_batch_size": 16}),
-    "checkpointing": Space("llama-3.1-8b", "2xA100-80GB", 27.1, CHECKPOINTING, {"batch.micro_batch_size": 4}, layers=4),
-    "checkpointing and rows": Space(
-        "qwen3-0.6b", "1xRTX4090", 4.85, CHECKPOINTING | ROWS, {"batch.global_batch_size": 2}
+    "rows": Space("llama-3.2-1b", "2xRTX4090", 9.0, ROWS, NONE | {"batch.global_batch_size": 16}),
+    "stages": Space("llama-3.2-1b", "2xRTX4090", 9.5, STAGE),
+    "stages over links": Space("qwen2.5-1.5b", "4xA100-80GB", 9.0, STAGE, {"batch.global_batch_size": 8}),
+    "checkpointing": Space(
+        "llama-3.1-8b",
+        "2xA100-80GB",
+        27.1,
+        CHECKPOINTING,
+        {"batch.micro_batch_size": 4, "batch.global_batch_size": 8},
+        layers=3,
     ),
+    "mode and rows": Space("qwen3-0.6b", "1xRTX4090", 4.85, {"activation_checkpointing.mode"} | ROWS),
     "offload": Space("llama-3.1-8b", "2xRTX4090", 13.5, OFFLOAD, {"batch.micro_batch_size": 2}),
-    "offload and rows": Space("llama-3.2-3b", "1xRTX4090", 8.0, OFFLOAD | ROWS, {"batch.global_batch_size": 4}),
+    "offload and rows": Space("llama-3.2-3b", "1xRTX4090", 8.0, {"sharding.offload"} | ROWS),
     "quality": Space("llama-3.1-8b", "2xRTX4090", 15.5, QUALITY),
-    "speed": Space("llama-3.2-3b", "2xRTX4090", 8.7, QUALITY | ROWS, {"batch.global_batch_size": 4}, prefer="speed"),
+    "speed": Space("llama-3.2-3b", "2xRTX4090", 8.7, QUALITY, {"batch.micro_batch_size": 2}, prefer="speed"),
     "two machines": Space(
         "llama-3.2-1b",
         "2x2xA100-40GB",
         9.0,
         {*STAGE, "sharding.replicate", "sharding.reshard_after_forward"},
-        {"batch.global_batch_size": 16},
+        {"batch.global_batch_size": 8},
     ),
 }
 
