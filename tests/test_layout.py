@@ -35,6 +35,10 @@ PARTS = {
     "demo": "cli",
     "training": "training",
     "memory.planner": "planner",
+    "memory.plan": "config",
+    "memory.candidates": "planner",
+    "memory.candidate_estimates": "planner",
+    "memory.remedies": "planner",
     "memory.measure": "measure",
     "memory.postmortem": "measure",
     "memory.simulate": "simulate",
@@ -46,6 +50,7 @@ PARTS = {
     "memory.work": "simulate",
     "memory.simulation": "simulate",
     "memory.simulation_cache": "simulate",
+    "memory.simulation_workers": "simulate",
     "memory.simulation_text": "facts",
     "memory.traced_time": "simulate",
     "memory.timing": "facts",
@@ -128,8 +133,9 @@ WITHOUT_TORCH = (
     "__main__",
 )
 WITHOUT_TORCH += ("cuda_allocator", "run_lock", "data", "data.sources", "data.formats", "data.readers")
-WITHOUT_TORCH += ("memory", "memory.hardware", "memory.estimate")
+WITHOUT_TORCH += ("memory", "memory.hardware", "memory.machine", "memory.estimate")
 WITHOUT_TORCH += ("memory.simulation", "memory.ledger", "memory.timing", "memory.rates", "memory.estimate_time")
+WITHOUT_TORCH += ("memory.plan", "memory.planner", "memory.candidates", "memory.candidate_estimates", "memory.remedies")
 WITHOUT_TORCH += ("memory.host", "memory.quick", "memory.simulation_text", "report")
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "bitsandbytes", "torchao"}
 MAY_PRINT = ("cli", "progress", "report", "demo")

@@ -3,7 +3,8 @@
 What has no closed form is null: what the allocator reserves and the smallest capacity it survives in.
 """
 
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 from fsdp_trainer.config import Config
@@ -24,6 +25,7 @@ from fsdp_trainer.memory.estimate_time import estimate_step_time
 from fsdp_trainer.memory.hardware import Hardware, read_overheads
 from fsdp_trainer.memory.host import ProcessParts, estimate_process, host_memory
 from fsdp_trainer.memory.ledger import PHASES
+from fsdp_trainer.memory.simulation import check_precision
 from fsdp_trainer.memory.timing import time_json
 from fsdp_trainer.units import format_bytes, format_count
 
@@ -33,22 +35,25 @@ _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "bf16_pure": 2}
 ALLOCATOR_MARGIN = 1.16
 
 
-def simulate_quick(config: Config, hardware: Hardware) -> dict[str, Any]:
+def simulate_quick(config: Config, hardware: Hardware, *, shape: ModelShape | None = None) -> dict[str, Any]:
     """Return the memory of a run by the keys of the full simulation, sizes in GiB of a GPU and its process.
 
     On top of those keys: `estimate`, `gpus`, `parameters`, `peak_phase`, and `host_node_gib`, a node's RAM by phase.
+    `shape` is the model's, where it has been read already.
 
     `fits` is true or false where that is sure, null where only the full simulation can tell. Raises ConfigError for
     what the closed form does not know and for settings that do not divide over the GPUs.
     """
-    shape, settings = _read(config, hardware)
+    shape, settings = _read(config, hardware, shape=shape)
     timeline = estimate_step(shape, settings)
     _, phase, alive = find_peak(timeline)
     allocated, peaks = sum(alive.values()), phase_peaks(timeline)
     limit = hardware.usable_bytes - hardware.outside_bytes
-    parts = _process(config, hardware, shape, settings)
-    node = host_memory(parts, processes=hardware.gpus_per_node, data_workers=config.data.workers)
-    fits = False if allocated > limit else True if allocated * ALLOCATOR_MARGIN <= limit else None
+    parts = estimate_parts(config, hardware, shape, settings, peaks=peaks)
+    ranks = hardware.gpus_per_node
+    node = host_memory(parts, processes=ranks, data_workers=config.data.workers)
+    needed, available = (node.peak, ranks * limit) if hardware.is_cpu else (allocated, limit)
+    fits = False if needed > available else True if needed * ALLOCATOR_MARGIN <= available else None
     time = estimate_step_time(shape, settings, hardware)
     return {
         "allocated_gib": _gib(allocated),
@@ -81,7 +86,7 @@ def format_quick(result: dict[str, Any]) -> str:
     lines = [
         f"{result['config']['model']['path']}: {format_count(result['parameters'])} parameters on {result['gpus']} "
         "(closed form, an estimate)",
-        f"allocated {result['allocated_gib']:.2f} GiB a GPU at the peak, in {result['peak_phase']}; "
+        f"allocated {result['allocated_gib']:.2f} GiB a rank at the peak, in {result['peak_phase']}; "
         f"{result['limit']:.2f} GiB can be: {verdict[result['fits']]}",
         "phases: "
         + ", ".join(f"{name} {size:.2f}" for name, size in result["phases"].items() if size is not None)
@@ -93,8 +98,8 @@ def format_quick(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def step_settings(config: Config, shape: ModelShape, *, ranks: int, capability: float) -> StepSettings:
-    """Return what a step's memory depends on of `config` on `ranks` GPUs of one compute capability."""
+def step_settings(config: Config, shape: ModelShape, *, ranks: int, capability: float | None) -> StepSettings:
+    """Return what a step's memory depends on of `config` on `ranks` GPUs of one compute capability; None: on CPU."""
     sharding, checkpointing = config.sharding, config.activation_checkpointing
     masked_layers, masks = _masks(config, shape, capability=capability)
     return StepSettings(
@@ -177,23 +182,29 @@ def _piece_bytes(config: Config) -> int:
     return widened + 2 * int(passing) if config.optim.offload_step == "device" else 0
 
 
-def _read(config: Config, hardware: Hardware) -> tuple[ModelShape, StepSettings]:
+def _read(config: Config, hardware: Hardware, *, shape: ModelShape | None = None) -> tuple[ModelShape, StepSettings]:
     if config.model.freeze:
         raise ConfigError(
             "The closed form does not know which parameters are frozen.",
             values=f"model.freeze: {list(config.model.freeze)}",
             fix="leave out --quick: the full simulation freezes them as a run does",
         )
-    if config.precision.startswith("bf16") and not hardware.bf16_flops:
-        raise ConfigError(
-            "This GPU only emulates bf16.",
-            values=f"precision: {config.precision}, {hardware}",
-            fix="set precision: fp16",
-        )
-    shape = read_model_shape(config.model.path)
+    check_precision(config.precision, hardware)
+    shape = shape or read_model_shape(config.model.path)
     if (extra := FAMILIES[shape.family].learned_positions) is not None:
         check_learned_positions(config.data.seq_len, limit=shape.position_rows - extra)
-    return shape, step_settings(config, shape, ranks=hardware.count, capability=hardware.capability)
+    capability = None if hardware.is_cpu else hardware.capability
+    return shape, step_settings(config, shape, ranks=hardware.count, capability=capability)
+
+
+def estimate_parts(
+    config: Config, hardware: Hardware, shape: ModelShape, settings: StepSettings, *, peaks: Mapping[str, int]
+) -> ProcessParts:
+    """Return what a training process holds on the host; `peaks` are the device's, which on CPU is the same memory."""
+    parts = _process(config, hardware, shape, settings)
+    if not hardware.is_cpu:
+        return parts
+    return replace(parts, masters=parts.masters + peaks["load"], resident=parts.resident + max(peaks.values()))
 
 
 def _process(config: Config, hardware: Hardware, shape: ModelShape, settings: StepSettings) -> ProcessParts:
@@ -226,8 +237,8 @@ def _landing(config: Config, shape: ModelShape, settings: StepSettings) -> int:
     return 2 * largest * settings.reduce_bytes // settings.shards if settings.micro_batches > 1 else 0
 
 
-def _attention(config: Config, shape: ModelShape, *, capability: float) -> Attention:
-    """The kernel torch's attention takes on a GPU: flash from Ampere on, without a mask and in half precision."""
+def _attention(config: Config, shape: ModelShape, *, capability: float | None) -> Attention:
+    """The kernel torch's attention takes: flash on CPU, and on GPUs from Ampere on in half precision, unmasked."""
     if _is_eager(config, shape):
         return "scores"
     if _runs_flash(config, shape, capability=capability):
@@ -239,11 +250,13 @@ def _is_eager(config: Config, shape: ModelShape) -> bool:
     return config.model.attention == "eager" or shape.softcapped
 
 
-def _runs_flash(config: Config, shape: ModelShape, *, capability: float) -> bool:
+def _runs_flash(config: Config, shape: ModelShape, *, capability: float | None) -> bool:
+    if capability is None:
+        return True
     return capability >= 8.0 and config.precision != "fp32" and shape.head_dim <= 256
 
 
-def _masks(config: Config, shape: ModelShape, *, capability: float) -> tuple[int, int]:
+def _masks(config: Config, shape: ModelShape, *, capability: float | None) -> tuple[int, int]:
     """Return how many layers take a mask, and how many different ones there are.
 
     Packed documents need none where flash runs: its form for variable lengths knows documents and windows. Rows of one
@@ -252,7 +265,7 @@ def _masks(config: Config, shape: ModelShape, *, capability: float) -> tuple[int
     windowed = shape.windowed_layers if shape.window is not None and shape.window < config.data.seq_len else 0
     if not config.data.packing:
         return windowed, min(windowed, 1)
-    runs_flash = _runs_flash(config, shape, capability=capability) and shape.head_dim % 8 == 0
+    runs_flash = _runs_flash(config, shape, capability=capability) and (capability is None or shape.head_dim % 8 == 0)
     if runs_flash and not _is_eager(config, shape):
         return 0, 0
     return shape.layers, (windowed > 0) + (windowed < shape.layers)

@@ -5,22 +5,22 @@ A few seconds a layer count of tens; the numbers are those of rank 0, which is t
 
 from fsdp_trainer.config import Config
 from fsdp_trainer.memory.allocator import Replay, replay, smallest_capacity
-from fsdp_trainer.memory.cuda_kernels import find_overheads
-from fsdp_trainer.memory.hardware import Hardware
-from fsdp_trainer.memory.host import ProcessParts, host_memory, loading_bytes
+from fsdp_trainer.memory.hardware import Hardware, read_overheads
+from fsdp_trainer.memory.host import WORKER_BYTES, HostMemory, ProcessParts, host_memory, loading_bytes
 from fsdp_trainer.memory.ledger import Ledger
 from fsdp_trainer.memory.simulation import Simulation, capability_of, check_known, check_precision
 from fsdp_trainer.memory.traced_run import Trace, trace_run
 from fsdp_trainer.memory.traced_time import time_traced
 
 
-def simulate(config: Config, hardware: Hardware, *, expandable_segments: bool = False) -> Simulation:
+def simulate(config: Config, hardware: Hardware, *, expandable_segments: bool = True) -> Simulation:
     """Run rank 0 of `config` on fake tensors and say what it takes on `hardware`.
 
-    `expandable_segments` replays torch's allocator with PYTORCH_ALLOC_CONF=expandable_segments:True. Rows are full and
-    every token is supervised, which is the most a window can take. Raises ConfigError for a model that cannot be
-    trained, and for a technique whose memory is not known here. No run may be active in this process, and no backward
-    may have run: `fsdp_trainer.simulate` (simulation_process.py) does this in a process of its own.
+    `expandable_segments` replays torch's allocator as a run sets it (cuda_allocator.py); False its own default, with
+    segments of a fixed size. Rows are full and every token is supervised, which is the most a window can take. Raises
+    ConfigError for a model that cannot be trained, and for a technique whose memory is not known here. No run may be
+    active in this process, and no backward may have run: `fsdp_trainer.simulate` (simulation_process.py) does this in a
+    process of its own.
     """
     check_known(config)
     check_precision(config.precision, hardware)
@@ -31,16 +31,27 @@ def simulate(config: Config, hardware: Hardware, *, expandable_segments: bool = 
 
 def summarize(trace: Trace, config: Config, hardware: Hardware, *, expandable_segments: bool) -> Simulation:
     """Turn a trace into what a plan rests on."""
-    overheads = find_overheads(capability_of(hardware))
-    events = allocator_events(trace.device)
-    unlimited = replay(events, expandable=expandable_segments)
+    process = read_overheads(hardware.capability)["process"]
+    allocated = trace.device.peak[0]
+    if hardware.is_cpu:
+        host = _memory_on_cpu(trace, config, process=process).peak
+        ranks = hardware.gpus_per_node
+        together = _memory_on_cpu(
+            trace, config, process=process, processes=ranks, data_workers=config.data.workers
+        ).peak
+        reserved, least = allocated, -(-together // ranks)
+    else:
+        host = host_memory(_host_parts(trace, config, process=process)).peak
+        events = allocator_events(trace.device)
+        unlimited = replay(events, expandable=expandable_segments)
+        reserved, least = unlimited.reserved, _least(events, unlimited, expandable=expandable_segments)
     time = None if trace.work is None else time_traced(trace.work, hardware)
     return Simulation(
-        allocated=trace.device.peak[0],
-        reserved=unlimited.reserved,
-        min_capacity=_least(events, unlimited, expandable=expandable_segments),
-        host=host_memory(_host_parts(trace, config, process=overheads.process)).peak,
-        limit=hardware.usable_bytes - overheads.outside(hardware.count),
+        allocated=allocated,
+        reserved=reserved,
+        min_capacity=least,
+        host=host,
+        limit=hardware.usable_bytes - hardware.outside_bytes,
         phases=trace.device.phases,
         breakdown=trace.device.breakdown(),
         step_time=time,
@@ -50,18 +61,35 @@ def summarize(trace: Trace, config: Config, hardware: Hardware, *, expandable_se
     )
 
 
+_TRAINING = ("forward", "backward", "clip", "step", "evaluate")
+
+
 def _host_parts(trace: Trace, config: Config, *, process: int) -> ProcessParts:
-    training = [
-        trace.host.phases.get(phase, 0) for phase in ("load", "forward", "backward", "clip", "step", "evaluate")
-    ]
     return ProcessParts(
         process=process,
         loading=loading_bytes(trace.parameters, random_init=config.model.init == "random"),
         masters=trace.host.phases["load"],
-        resident=max(training),
+        resident=max(trace.host.phases.get(phase, 0) for phase in ("load", *_TRAINING)),
         staged=trace.staged,
         keeps_staged=config.checkpoint.async_save,
         exported=trace.exported,
+    )
+
+
+def _memory_on_cpu(
+    trace: Trace, config: Config, *, process: int, processes: int = 1, data_workers: int = 0
+) -> HostMemory:
+    """Return what `processes` CPU ranks of one machine take, tensors and all; rank 0 alone keeps the exported file."""
+    held = trace.device.phases
+    at_rest = sum(size for _, size, _ in trace.device.events)  # what no event took back
+    loading = loading_bytes(trace.parameters, random_init=config.model.init == "random")
+    kept = trace.staged if config.checkpoint.async_save else 0
+    return HostMemory(
+        prepare=processes * process + data_workers * WORKER_BYTES,
+        load=processes * (process + loading + held["load"]),
+        train=processes * (process + max(held.get(phase, 0) for phase in _TRAINING) + kept),
+        save=processes * (process + at_rest + trace.staged),
+        export=processes * (process + at_rest) + trace.exported,
     )
 
 

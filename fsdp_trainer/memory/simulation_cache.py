@@ -25,26 +25,39 @@ _NO_MATTER = ("output_dir", "log", "schedule", "profile", "rehearse")
 
 
 def simulate_cached(
-    config: Config, hardware: Hardware, *, expandable_segments: bool = False, folder: Path | None = None
+    config: Config, hardware: Hardware, *, expandable_segments: bool = True, folder: Path | None = None
 ) -> Simulation:
     """Return the simulation from `folder` (default: the user's cache), or make it and leave it there.
 
     One that comes from the cache has no ledger.
     """
     check_known(config)
-    path = (folder or cache_folder()) / f"{content_key(config, hardware, expandable_segments)}.json"
-    found = _read(path)
+    found = find_simulation(config, hardware, expandable_segments=expandable_segments, folder=folder)
     if found is not None:
-        found["config"] = config.to_dict()
-        found["step_time"] = StepTime(**found["step_time"]) if found["step_time"] else None
-        return Simulation(**found)
+        return found
     from fsdp_trainer.memory.simulate import simulate  # here only: an answer from the cache needs no torch
 
     made = simulate(config, hardware, expandable_segments=expandable_segments)
     values = {name: value for name, value in vars(made).items() if name not in ("ledger", "config")}
     values["step_time"] = asdict(made.step_time) if made.step_time else None
-    _write(path, values)
+    _write(_place(config, hardware, expandable_segments, folder), values)
     return made
+
+
+def find_simulation(
+    config: Config, hardware: Hardware, *, expandable_segments: bool = False, folder: Path | None = None
+) -> Simulation | None:
+    """Return the simulation that `folder` (default: the user's cache) has, without a ledger; None where it has none."""
+    found = _read(_place(config, hardware, expandable_segments, folder))
+    if found is None:
+        return None
+    found["config"] = config.to_dict()
+    found["step_time"] = StepTime(**found["step_time"]) if found["step_time"] else None
+    return Simulation(**found)
+
+
+def _place(config: Config, hardware: Hardware, expandable_segments: bool, folder: Path | None) -> Path:
+    return (folder or cache_folder()) / f"{content_key(config, hardware, expandable_segments)}.json"
 
 
 def cache_folder() -> Path:

@@ -179,7 +179,7 @@ def test_peak_of_the_traced_run(tmp_path: Path, name: str) -> None:
 def test_refused(tmp_path: Path, settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         simulate_quick(make_config("llama-3.1-8b", tmp_path, **settings), parse_gpus("8xH100"))
-    with pytest.raises(ConfigError, match="emulates bf16"):
+    with pytest.raises(ConfigError, match="no bf16 arithmetic"):
         simulate_quick(make_config("llama-3.1-8b", tmp_path), parse_gpus("8xT4"))
 
 
@@ -247,5 +247,5 @@ def test_command_text_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_command_refuses_an_allocator_in_closed_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        cli.main(command(make_config("llama-3.1-8b", tmp_path), "--gpus=8xH100", "--expandable-segments"))
+        cli.main(command(make_config("llama-3.1-8b", tmp_path), "--gpus=8xH100", "--classic-segments"))
     assert caught.value.code == 2 and "leave out one of them" in capsys.readouterr().err
