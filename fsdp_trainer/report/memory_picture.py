@@ -103,7 +103,9 @@ def format_memory(timeline: Sequence[Moment], *, width: int = 72, height: int = 
     top = sum(peak.values()) or 1
     stacks = [_stack(alive, top=top, height=height) for _, _, alive in columns]
     at = next(number for number, column in enumerate(columns) if column[0] == index)
-    text = Text(" " * (9 + at) + f"v peak {top / GIB:.2f} GiB in {phase}\n")
+    label = f"peak {top / GIB:.2f} GiB in {phase}"
+    is_left = at < len(columns) / 2
+    text = Text(f"{'':{9 + at}}v {label}\n" if is_left else f"{label:>{8 + at}} v\n")
     for row in reversed(range(height)):
         text.append(
             f"{top * (row + 1) / height / GIB:7.2f} |"
