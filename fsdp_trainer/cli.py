@@ -151,7 +151,9 @@ def simulate(
     context: typer.Context,
     gpus: Annotated[
         str | None,
-        typer.Option(help="Such as 8xH100-80GB, 2x8xA100-80GB or a YAML file; default this machine's.", metavar="GPUS"),
+        typer.Option(
+            help="Such as 8xH100-80GB, 2x8xA100-80GB, 2xCPU or a YAML file; default this machine's.", metavar="GPUS"
+        ),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="Settings file (YAML).", metavar="RUN.YAML")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
@@ -213,7 +215,7 @@ def _simulate(
         found = simulate_cached(settings, hardware, expandable_segments=expandable)
     result = found.to_json()
     timeline = found.ledger.timeline if found.ledger is not None else None
-    return result, format_simulation(result, gpus=str(hardware)), timeline
+    return result, format_simulation(result, gpus=str(hardware), on_cpu=hardware.is_cpu), timeline
 
 
 @app.command()

@@ -26,6 +26,7 @@ from fsdp_trainer.config_checks import check_model_path
 from fsdp_trainer.cuda_allocator import use_expandable_segments
 from fsdp_trainer.errors import ConfigError, DistributedError
 from fsdp_trainer.launch_profile import check_profile, read_profile, write_profile
+from fsdp_trainer.memory.hardware import CPU_RANKS
 from fsdp_trainer.progress import log_error
 from fsdp_trainer.run_folder import STATUS, check_writable
 from fsdp_trainer.run_lock import refuse_held_folder
@@ -56,8 +57,8 @@ def count_gpus(environ: Mapping[str, str] = os.environ) -> int:
 def plan_processes(config: Config, *, profile: Path | None, processes: int | None) -> tuple[int, dict[str, Any] | None]:
     """Decide how many processes a run gets and check settings and profile against that number, before anything starts.
 
-    Without a number it is what the profile says, else one per visible GPU, else 1. Raises ConfigError for more than the
-    machine has GPUs or, on CPU, four times its cores.
+    Without a number it is what the profile says, else one per visible GPU, else CPU_RANKS. Raises ConfigError for more
+    than the machine has GPUs or, on CPU, four times its cores.
     """
     content = read_profile(profile) if profile is not None else None
     if content is not None:
@@ -72,7 +73,7 @@ def plan_processes(config: Config, *, profile: Path | None, processes: int | Non
         processes = in_profile
     gpus = 0 if content is not None and content.get("use_cpu") else count_gpus()
     if processes is None:
-        processes = max(1, gpus)
+        processes = gpus or CPU_RANKS
     if processes < 1:
         raise ConfigError("a run needs a process", values=f"--processes {processes}", fix="give 1 or more")
     _check_machine(

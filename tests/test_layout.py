@@ -131,7 +131,7 @@ WITHOUT_TORCH = (
     "__main__",
 )
 WITHOUT_TORCH += ("cuda_allocator", "run_lock", "data", "data.sources", "data.formats", "data.readers")
-WITHOUT_TORCH += ("memory", "memory.hardware", "memory.estimate")
+WITHOUT_TORCH += ("memory", "memory.hardware", "memory.machine", "memory.estimate")
 WITHOUT_TORCH += ("memory.simulation", "memory.ledger")
 WITHOUT_TORCH += ("memory.plan", "memory.planner", "memory.candidates", "memory.planning", "memory.calibration")
 WITHOUT_TORCH += ("memory.host", "memory.quick", "memory.simulation_text", "report")

@@ -6,7 +6,10 @@ where it would be needed. Units there: GiB (2**30), dense TFLOP/s, GB/s (1e9) in
 
 import csv
 import difflib
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,8 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.errors import ConfigError
+from fsdp_trainer.memory.machine import machine_bytes, may_have_gpus
 
 GIB = 2**30
+CPU = "CPU"
+# What a run starts on a machine without a GPU when nothing says how many processes (launch.py).
+CPU_RANKS = 1
 # Above this, one machine is not what anybody means: 64xH100 is eight machines of eight.
 MAX_GPUS_PER_NODE = 8
 # One adapter of 100 Gbit/s for the whole machine, where hardware.csv names no usual build: an assumption.
@@ -24,8 +31,10 @@ NODE_ADAPTER_BYTES = 12.5e9
 
 @dataclass(frozen=True)
 class Hardware:
-    """The GPUs of a run. Bytes, FLOP/s (dense) and bytes/s; links count one direction of one GPU.
+    """The GPUs of a run, or its CPU ranks. Bytes, FLOP/s (dense) and bytes/s; links count one direction of one GPU.
 
+    CPU ranks (`is_cpu`) share the RAM of one machine with all else their processes hold: `usable_bytes` is that RAM
+    divided by the ranks, and no rate of theirs is known (0).
     `usable_bytes` is what torch reports as the total of a GPU: its context and NCCL's buffers come out of it.
     `bf16_flops` is 0 where bf16 is only emulated. `link_bandwidth` is the slowest link on a ring through the GPUs of
     one node (PCIe, where bridges join only pairs), `node_bandwidth` one GPU's share of the network.
@@ -47,8 +56,13 @@ class Hardware:
     compute_capability: str = ""
 
     @property
+    def is_cpu(self) -> bool:
+        """True for ranks on CPU, whose tensors lie in the machine's RAM."""
+        return self.name == CPU
+
+    @property
     def capability(self) -> float:
-        """The CUDA compute capability as a number; 8.0 for other makers and where a file does not say."""
+        """The CUDA compute capability as a number; 8.0 for other makers, CPUs and where a file does not say."""
         try:
             return float(self.compute_capability)
         except ValueError:
@@ -57,6 +71,8 @@ class Hardware:
     @property
     def outside_bytes(self) -> int:
         """What of `usable_bytes` torch's allocator cannot have: the context, and NCCL's buffers with several GPUs."""
+        if self.is_cpu:
+            return 0
         found = read_overheads(self.capability)
         return found["context"] + (found["distributed"] if self.count > 1 else 0)
 
@@ -86,7 +102,7 @@ class _Card:
 
 
 def parse_gpus(text: str | Path) -> Hardware:
-    """Read `8xA100-80GB`, `2x8xH100` (nodes x GPUs), `4090`, or the path of a YAML file that describes the GPUs.
+    """Read `8xA100-80GB`, `2x8xH100` (nodes x GPUs), `4090`, `2xCPU`, or the path of a YAML file that describes GPUs.
 
     Raises ConfigError with the nearest names where a name is unknown or fits cards of different memory.
     """
@@ -94,6 +110,9 @@ def parse_gpus(text: str | Path) -> Hardware:
     if isinstance(text, Path) or words.lower().endswith((".yaml", ".yml")):
         return _from_file(Path(words))
     nodes, gpus, name = _split_count(words)
+    if _is_cpu(name):
+        _check_count(nodes, gpus, written=words)
+        return _cpu_ranks(nodes=nodes or 1, ranks_per_node=gpus)
     card = _find_card(name, written=words)
     nodes, gpus = _shape(nodes, gpus, written=words)
     return _build(card, nodes=nodes, gpus_per_node=gpus)
@@ -105,28 +124,61 @@ def card_names() -> tuple[str, ...]:
 
 
 def detect() -> Hardware:
-    """Describe the CUDA or ROCm GPUs of this machine; memory and peer access as measured, rates from the catalogue.
+    """Describe the CUDA or ROCm GPUs of this machine, or its CPU where it has none.
 
-    Where the cards differ, the smallest counts. Raises ConfigError where there is none or none that is known.
+    Memory and peer access of GPUs are as measured, rates from the catalogue; where the cards differ, the smallest
+    counts. Raises ConfigError where none of the catalogue is like them. Another process asks torch: this one gets no
+    context on any GPU, which would take memory from a run and could not be hidden from a simulation afterwards.
     """
-    import torch  # here only: everything else in this module answers without it
-
-    count = torch.cuda.device_count()
-    if count == 0:
-        raise ConfigError(
-            "There is no GPU here to describe.",
-            values="torch.cuda.device_count() is 0",
-            fix="name the GPUs, such as --gpus 8xH100-80GB",
-        )
-    found = [torch.cuda.get_device_properties(index) for index in range(count)]
-    smallest = min(found, key=lambda device: device.total_memory)
-    card = _find_card(smallest.name, written=smallest.name, gib=smallest.total_memory / GIB)
-    peers = all(torch.cuda.can_device_access_peer(a, b) for a in range(count) for b in range(count) if a != b)
+    found = _ask_torch() if may_have_gpus() else []
+    if not found:
+        return _cpu_ranks(nodes=1, ranks_per_node=CPU_RANKS)
+    name, total, peers = min(found, key=lambda device: device[1])
+    card = _find_card(name, written=name, gib=total / GIB)
     return replace(
-        _build(card, nodes=1, gpus_per_node=count),
-        usable_bytes=smallest.total_memory,
+        _build(card, nodes=1, gpus_per_node=len(found)),
+        usable_bytes=total,
         p2p=peers,
-        source=f"this machine ({smallest.name}); rates: {card.source}",
+        source=f"this machine ({name}); rates: {card.source}",
+    )
+
+
+_QUESTION = """
+import json, torch
+count = torch.cuda.device_count()
+found = [torch.cuda.get_device_properties(index) for index in range(count)]
+peers = all(torch.cuda.can_device_access_peer(a, b) for a in range(count) for b in range(count) if a != b)
+print(json.dumps([(device.name, device.total_memory, peers) for device in found]))
+"""
+
+
+def _ask_torch() -> list[tuple[str, int, bool]]:
+    """Return name, bytes and access to all peers of each GPU that torch sees."""
+    asked = subprocess.run([sys.executable, "-c", _QUESTION], capture_output=True, text=True, check=False)
+    if asked.returncode:
+        raise ConfigError(
+            "The GPUs of this machine cannot be described.",
+            values=asked.stderr.strip()[-500:] or f"torch ended with exit code {asked.returncode}",
+            fix="name them, such as --gpus 8xH100-80GB, or --gpus CPU",
+        )
+    return [(name, total, peers) for name, total, peers in json.loads(asked.stdout.splitlines()[-1])]
+
+
+def _cpu_ranks(*, nodes: int, ranks_per_node: int) -> Hardware:
+    share = machine_bytes() // ranks_per_node
+    return Hardware(
+        name=CPU,
+        count=nodes * ranks_per_node,
+        gpus_per_node=ranks_per_node,
+        nodes=nodes,
+        memory_bytes=share,
+        usable_bytes=share,
+        bf16_flops=0.0,
+        memory_bandwidth=0.0,
+        link_bandwidth=0.0,
+        node_bandwidth=0.0,
+        p2p=False,
+        source="the RAM of this machine, as far as this process may use it",
     )
 
 
@@ -143,17 +195,25 @@ def _split_count(words: str) -> tuple[int | None, int, str]:
     before = re.fullmatch(_COUNT + r"(.*\S)", words, re.IGNORECASE)
     # `4090x2`: what stands before the x is a card, not a count.
     after = re.fullmatch(r"(.*\S)\s*[x×*]\s*(\d{1,4})", words, re.IGNORECASE)
-    if after and _matches(after[1]):
+    if after and (_is_cpu(after[1]) or _matches(after[1])):
         return None, int(after[2]), after[1]
     if before:
         return None, int(before[1]), before[2]
     return None, 1, words
 
 
-def _shape(nodes: int | None, gpus: int, *, written: str) -> tuple[int, int]:
-    """Return (nodes, GPUs a node); more than eight of one kind are machines of eight."""
+def _is_cpu(name: str) -> bool:
+    return name.strip().lower() == CPU.lower()
+
+
+def _check_count(nodes: int | None, gpus: int, *, written: str) -> None:
     if gpus < 1 or nodes == 0:
         raise ConfigError("There must be at least one GPU.", values=f"--gpus {written}", fix="such as 2xRTX4090")
+
+
+def _shape(nodes: int | None, gpus: int, *, written: str) -> tuple[int, int]:
+    """Return (nodes, GPUs a node); more than eight of one kind are machines of eight."""
+    _check_count(nodes, gpus, written=written)
     if nodes is not None or gpus <= MAX_GPUS_PER_NODE:
         return nodes or 1, gpus
     if gpus % MAX_GPUS_PER_NODE:

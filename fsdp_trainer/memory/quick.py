@@ -3,7 +3,7 @@
 What has no closed form is null: what the allocator reserves, the smallest capacity it survives in, and time.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from fsdp_trainer.config import Config
@@ -23,6 +23,7 @@ from fsdp_trainer.memory.estimate_step import Timeline, estimate_step, find_peak
 from fsdp_trainer.memory.hardware import Hardware, read_overheads
 from fsdp_trainer.memory.host import ProcessParts, estimate_process, host_memory
 from fsdp_trainer.memory.ledger import PHASES
+from fsdp_trainer.memory.simulation import check_precision
 from fsdp_trainer.units import format_bytes, format_count
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "bf16_pure": 2}
@@ -45,8 +46,12 @@ def simulate_quick(config: Config, hardware: Hardware) -> dict[str, Any]:
     allocated, peaks = sum(alive.values()), phase_peaks(timeline)
     limit = hardware.usable_bytes - hardware.outside_bytes
     parts = _process(config, hardware, shape, settings)
-    node = host_memory(parts, processes=hardware.gpus_per_node, data_workers=config.data.workers)
-    fits = False if allocated > limit else True if allocated * ALLOCATOR_MARGIN <= limit else None
+    ranks = hardware.gpus_per_node
+    if hardware.is_cpu:  # tensors and processes share the machine's RAM
+        parts = replace(parts, masters=parts.masters + peaks["load"], resident=parts.resident + allocated)
+    node = host_memory(parts, processes=ranks, data_workers=config.data.workers)
+    needed, available = (node.peak, ranks * limit) if hardware.is_cpu else (allocated, limit)
+    fits = False if needed > available else True if needed * ALLOCATOR_MARGIN <= available else None
     return {
         "allocated_gib": _gib(allocated),
         "reserved_gib": None,
@@ -79,7 +84,7 @@ def format_quick(result: dict[str, Any]) -> str:
     lines = [
         f"{result['config']['model']['path']}: {format_count(result['parameters'])} parameters on {result['gpus']} "
         "(closed form, an estimate)",
-        f"allocated {result['allocated_gib']:.2f} GiB a GPU at the peak, in {result['peak_phase']}; "
+        f"allocated {result['allocated_gib']:.2f} GiB a rank at the peak, in {result['peak_phase']}; "
         f"{result['limit']:.2f} GiB can be: {verdict[result['fits']]}",
         "phases: "
         + ", ".join(f"{name} {size:.2f}" for name, size in result["phases"].items() if size is not None)
@@ -91,8 +96,8 @@ def format_quick(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def step_settings(config: Config, shape: ModelShape, *, ranks: int, capability: float) -> StepSettings:
-    """Return what a step's memory depends on of `config` on `ranks` GPUs of one compute capability."""
+def step_settings(config: Config, shape: ModelShape, *, ranks: int, capability: float | None) -> StepSettings:
+    """Return what a step's memory depends on of `config` on `ranks` GPUs of one compute capability; None: on CPU."""
     sharding, checkpointing = config.sharding, config.activation_checkpointing
     masked_layers, masks = _masks(config, shape, capability=capability)
     return StepSettings(
@@ -179,16 +184,12 @@ def _read(config: Config, hardware: Hardware) -> tuple[ModelShape, StepSettings]
             values=f"model.freeze: {list(config.model.freeze)}",
             fix="leave out --quick: the full simulation freezes them as a run does",
         )
-    if config.precision.startswith("bf16") and not hardware.bf16_flops:
-        raise ConfigError(
-            "This GPU only emulates bf16.",
-            values=f"precision: {config.precision}, {hardware}",
-            fix="set precision: fp16",
-        )
+    check_precision(config.precision, hardware)
     shape = read_model_shape(config.model.path)
     if (extra := FAMILIES[shape.family].learned_positions) is not None:
         check_learned_positions(config.data.seq_len, limit=shape.position_rows - extra)
-    return shape, step_settings(config, shape, ranks=hardware.count, capability=hardware.capability)
+    capability = None if hardware.is_cpu else hardware.capability
+    return shape, step_settings(config, shape, ranks=hardware.count, capability=capability)
 
 
 def _process(config: Config, hardware: Hardware, shape: ModelShape, settings: StepSettings) -> ProcessParts:
@@ -221,8 +222,8 @@ def _landing(config: Config, shape: ModelShape, settings: StepSettings) -> int:
     return 2 * largest * settings.reduce_bytes // settings.shards if settings.micro_batches > 1 else 0
 
 
-def _attention(config: Config, shape: ModelShape, *, capability: float) -> Attention:
-    """The kernel torch's attention takes on a GPU: flash from Ampere on, without a mask and in half precision."""
+def _attention(config: Config, shape: ModelShape, *, capability: float | None) -> Attention:
+    """The kernel torch's attention takes: flash on CPU, and on GPUs from Ampere on in half precision, unmasked."""
     if _is_eager(config, shape):
         return "scores"
     if _runs_flash(config, shape, capability=capability):
@@ -234,11 +235,13 @@ def _is_eager(config: Config, shape: ModelShape) -> bool:
     return config.model.attention == "eager" or shape.softcapped
 
 
-def _runs_flash(config: Config, shape: ModelShape, *, capability: float) -> bool:
+def _runs_flash(config: Config, shape: ModelShape, *, capability: float | None) -> bool:
+    if capability is None:
+        return True
     return capability >= 8.0 and config.precision != "fp32" and shape.head_dim <= 256
 
 
-def _masks(config: Config, shape: ModelShape, *, capability: float) -> tuple[int, int]:
+def _masks(config: Config, shape: ModelShape, *, capability: float | None) -> tuple[int, int]:
     """Return how many layers take a mask, and how many different ones there are.
 
     Packed documents need none where flash runs: its form for variable lengths knows documents and windows. Rows of one
@@ -247,7 +250,7 @@ def _masks(config: Config, shape: ModelShape, *, capability: float) -> tuple[int
     windowed = shape.windowed_layers if shape.window is not None and shape.window < config.data.seq_len else 0
     if not config.data.packing:
         return windowed, min(windowed, 1)
-    runs_flash = _runs_flash(config, shape, capability=capability) and shape.head_dim % 8 == 0
+    runs_flash = _runs_flash(config, shape, capability=capability) and (capability is None or shape.head_dim % 8 == 0)
     if runs_flash and not _is_eager(config, shape):
         return 0, 0
     return shape.layers, (windowed > 0) + (windowed < shape.layers)

@@ -5,9 +5,8 @@ A few seconds a layer count of tens; the numbers are those of rank 0, which is t
 
 from fsdp_trainer.config import Config
 from fsdp_trainer.memory.allocator import Replay, replay, smallest_capacity
-from fsdp_trainer.memory.cuda_kernels import find_overheads
-from fsdp_trainer.memory.hardware import Hardware
-from fsdp_trainer.memory.host import ProcessParts, host_memory, loading_bytes
+from fsdp_trainer.memory.hardware import Hardware, read_overheads
+from fsdp_trainer.memory.host import WORKER_BYTES, HostMemory, ProcessParts, host_memory, loading_bytes
 from fsdp_trainer.memory.ledger import Ledger
 from fsdp_trainer.memory.roofline import predict_seconds
 from fsdp_trainer.memory.simulation import Simulation, capability_of, check_known, check_precision
@@ -31,19 +30,30 @@ def simulate(config: Config, hardware: Hardware, *, expandable_segments: bool = 
 
 def summarize(trace: Trace, config: Config, hardware: Hardware, *, expandable_segments: bool) -> Simulation:
     """Turn a trace into what a plan rests on."""
-    overheads = find_overheads(capability_of(hardware))
-    events = allocator_events(trace.device)
-    unlimited = replay(events, expandable=expandable_segments)
+    process = read_overheads(hardware.capability)["process"]
+    allocated = trace.device.peak[0]
+    if hardware.is_cpu:
+        host = _memory_on_cpu(trace, config, process=process).peak
+        ranks = hardware.gpus_per_node
+        together = _memory_on_cpu(
+            trace, config, process=process, processes=ranks, data_workers=config.data.workers
+        ).peak
+        reserved, least = allocated, -(-together // ranks)
+    else:
+        host = host_memory(_host_parts(trace, config, process=process)).peak
+        events = allocator_events(trace.device)
+        unlimited = replay(events, expandable=expandable_segments)
+        reserved, least = unlimited.reserved, _least(events, unlimited, expandable=expandable_segments)
     seconds = None
     if trace.work is not None:
         seconds = predict_seconds(trace.work, hardware, half=config.precision != "fp32")
     tokens = config.batch.global_batch_size * config.data.seq_len
     return Simulation(
-        allocated=trace.device.peak[0],
-        reserved=unlimited.reserved,
-        min_capacity=_least(events, unlimited, expandable=expandable_segments),
-        host=host_memory(_host_parts(trace, config, process=overheads.process)).peak,
-        limit=hardware.usable_bytes - overheads.outside(hardware.count),
+        allocated=allocated,
+        reserved=reserved,
+        min_capacity=least,
+        host=host,
+        limit=hardware.usable_bytes - hardware.outside_bytes,
         phases=trace.device.phases,
         breakdown=trace.device.breakdown(),
         step_seconds=seconds,
@@ -53,18 +63,35 @@ def summarize(trace: Trace, config: Config, hardware: Hardware, *, expandable_se
     )
 
 
+_TRAINING = ("forward", "backward", "clip", "step", "evaluate")
+
+
 def _host_parts(trace: Trace, config: Config, *, process: int) -> ProcessParts:
-    training = [
-        trace.host.phases.get(phase, 0) for phase in ("load", "forward", "backward", "clip", "step", "evaluate")
-    ]
     return ProcessParts(
         process=process,
         loading=loading_bytes(trace.parameters, random_init=config.model.init == "random"),
         masters=trace.host.phases["load"],
-        resident=max(training),
+        resident=max(trace.host.phases.get(phase, 0) for phase in ("load", *_TRAINING)),
         staged=trace.staged,
         keeps_staged=config.checkpoint.async_save,
         exported=trace.exported,
+    )
+
+
+def _memory_on_cpu(
+    trace: Trace, config: Config, *, process: int, processes: int = 1, data_workers: int = 0
+) -> HostMemory:
+    """Return what `processes` CPU ranks of one machine take, tensors and all; rank 0 alone keeps the exported file."""
+    held = trace.device.phases
+    at_rest = sum(size for _, size, _ in trace.device.events)  # what no event took back
+    loading = loading_bytes(trace.parameters, random_init=config.model.init == "random")
+    kept = trace.staged if config.checkpoint.async_save else 0
+    return HostMemory(
+        prepare=processes * process + data_workers * WORKER_BYTES,
+        load=processes * (process + loading + held["load"]),
+        train=processes * (process + max(held.get(phase, 0) for phase in _TRAINING) + kept),
+        save=processes * (process + at_rest + trace.staged),
+        export=processes * (process + at_rest) + trace.exported,
     )
 
 

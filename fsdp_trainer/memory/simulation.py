@@ -34,6 +34,10 @@ class Simulation:
     keep all it wants. min_capacity: the least it gets through with, giving cached blocks back in need. host: memory of
     the rank's process. limit: what is left for the allocator once context and NCCL have theirs. phases: peak
     allocated bytes in each. breakdown: bytes at the peak, by category.
+
+    Ranks on CPU have one memory for tensors and processes, and no caching allocator: reserved is allocated, host holds
+    the tensors too, min_capacity is the machine's fullest moment (all processes, data workers included) divided by the
+    ranks, and limit the machine's RAM divided by them.
     """
 
     allocated: int
@@ -86,8 +90,8 @@ def check_known(config: Config) -> None:
 
 
 def check_precision(precision: str, hardware: Hardware) -> None:
-    """Refuse bf16 where a run refuses it, on GPUs that only emulate it."""
-    if precision.startswith("bf16") and not hardware.bf16_flops:
+    """Refuse bf16 where a run refuses it, on GPUs that only emulate it; CPUs are exempt."""
+    if precision.startswith("bf16") and not hardware.bf16_flops and not hardware.is_cpu:
         raise ConfigError(
             "This GPU has no bf16 arithmetic; it would be emulated and slow.",
             values=f"precision: {precision} on {hardware.name}",
@@ -95,13 +99,15 @@ def check_precision(precision: str, hardware: Hardware) -> None:
         )
 
 
-def capability_of(hardware: Hardware) -> float:
-    """Return the CUDA compute capability, such as 9.0; ConfigError for a GPU that has none."""
+def capability_of(hardware: Hardware) -> float | None:
+    """Return the CUDA compute capability, such as 9.0, or None for CPU ranks; ConfigError for a GPU that has none."""
+    if hardware.is_cpu:
+        return None
     try:
         return float(hardware.compute_capability)
     except ValueError as error:
         raise ConfigError(
             "Which attention kernels this GPU runs is not known.",
             values=f"{hardware.name}: compute_capability {hardware.compute_capability!r}",
-            fix="name an NVIDIA GPU, or give compute_capability in the file that describes it",
+            fix="name an NVIDIA GPU or CPU, or give compute_capability in the file that describes it",
         ) from error

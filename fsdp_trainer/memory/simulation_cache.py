@@ -31,17 +31,27 @@ def simulate_cached(
     One that comes from the cache has no ledger.
     """
     check_known(config)
-    path = (folder or cache_folder()) / f"{content_key(config, hardware, expandable_segments)}.json"
-    found = _read(path)
+    found = find_simulation(config, hardware, expandable_segments=expandable_segments, folder=folder)
     if found is not None:
-        found["config"] = config.to_dict()
-        return Simulation(**found)
+        return found
     from fsdp_trainer.memory.simulate import simulate  # here only: an answer from the cache needs no torch
 
     made = simulate(config, hardware, expandable_segments=expandable_segments)
     values = {name: value for name, value in vars(made).items() if name not in ("ledger", "config")}
-    _write(path, values)
+    _write(_place(config, hardware, expandable_segments, folder), values)
     return made
+
+
+def find_simulation(
+    config: Config, hardware: Hardware, *, expandable_segments: bool = False, folder: Path | None = None
+) -> Simulation | None:
+    """Return the simulation that `folder` (default: the user's cache) has, without its ledger; None where it has none."""
+    found = _read(_place(config, hardware, expandable_segments, folder))
+    return None if found is None else Simulation(**{**found, "config": config.to_dict()})
+
+
+def _place(config: Config, hardware: Hardware, expandable_segments: bool, folder: Path | None) -> Path:
+    return (folder or cache_folder()) / f"{content_key(config, hardware, expandable_segments)}.json"
 
 
 def cache_folder() -> Path:

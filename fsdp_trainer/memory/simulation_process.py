@@ -42,7 +42,7 @@ def simulate(config: Config, hardware: Hardware | str, *, expandable_segments: b
         done = subprocess.run(
             [sys.executable, "-c", _CODE],
             input=pickle.dumps((config.to_dict(), described, expandable_segments, str(path))),
-            env=_environment(os.environ),
+            env=child_environment(os.environ),
             capture_output=True,
             check=False,
         )
@@ -58,7 +58,8 @@ def simulate(config: Config, hardware: Hardware | str, *, expandable_segments: b
     return found
 
 
-def _environment(given: Mapping[str, str]) -> dict[str, str]:
+def child_environment(given: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a process that simulates: no rank of a run, and no GPU."""
     kept = {name: value for name, value in given.items() if not name.startswith(_OF_A_RUN)}
     # The package and the libraries are found where this process found them. No GPU is touched: a context in the child
     # would take memory from a run.

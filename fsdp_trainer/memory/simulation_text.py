@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def format_simulation(result: Mapping[str, Any], *, gpus: str) -> str:
+def format_simulation(result: Mapping[str, Any], *, gpus: str, on_cpu: bool = False) -> str:
     """Format what `simulate --json` gives: the verdict, the peak by category, and the phases."""
     verdict = "fits" if result["fits"] else "does not fit"
     needed, limit = result["min_capacity_gib"], result["limit"]
+    place = "of RAM for each process" if on_cpu else "for torch on each GPU"
     lines = [
-        f"{gpus}: {verdict}: {needed:.2f} GiB needed of {limit:.2f} GiB for torch on each GPU",
+        f"{gpus}: {verdict}: {needed:.2f} GiB needed of {limit:.2f} GiB {place}",
         f"allocated {result['allocated_gib']:.2f} GiB, reserved {result['reserved_gib']:.2f} GiB; host "
         f"{result['host_gib']:.2f} GiB a rank",
         "at the peak:",

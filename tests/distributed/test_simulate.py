@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 
+from fsdp_trainer import Config
 from fsdp_trainer.errors import ConfigError
+from fsdp_trainer.memory.hardware import parse_gpus, read_overheads
+from fsdp_trainer.memory.host import WORKER_BYTES
+from fsdp_trainer.memory.machine import machine_bytes
+from fsdp_trainer.memory.quick import simulate_quick
 from tests import simulation_runs
 from tests.ranks import run_ranks
 from tests.simulation_runs import SMALL, settings
@@ -18,6 +23,7 @@ VOCABULARY, HIDDEN, WIDTH, LAYERS, TOKENS = 4096, 256, 512, 3, 512
 LAYER = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * WIDTH + 2 * HIDDEN
 PARAMETERS = 2 * VOCABULARY * HIDDEN + LAYERS * LAYER + HIDDEN
 SHARD = 4 * PARAMETERS // 8
+PROCESS = read_overheads(8.0)["process"]
 WORKSPACES = 2 * (2 * 4096 + 16 * 8) * 1024  # cuBLAS before Hopper: the forward's thread, and the backward's
 KEYS = {
     "allocated_gib",
@@ -70,6 +76,35 @@ def on_t4(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
         "packed": settings(folder, precision="fp16", data={"packing": True}),
     }
     return run_ranks(simulation_runs.simulate_all, 1, cases, "8xT4", timeout=300)[0]
+
+
+def test_cpu_ranks_hold_tensors_and_processes_in_the_machines_memory(tmp_path: Path) -> None:
+    """Nothing of a GPU is in it; and the closed form agrees."""
+    bf16 = {"precision": "bf16", "activation_checkpointing": {"mode": "full"}}
+    plain = {"packing": False, "seq_len": 512, "workers": 0}
+    cases = {
+        "plain": settings(tmp_path, precision="fp32", data=plain),
+        "packed": settings(tmp_path, data={**plain, "packing": True}, **bf16),
+        "workers": settings(tmp_path, data={**plain, "workers": 40}, **bf16),
+        "random": settings(tmp_path, model={"vocab_size": 64_000}, data=plain, export={"at_end": False}, **bf16),
+    }
+    cases["random"]["model"]["init"] = "random"
+    hardware = parse_gpus("2xCPU")
+    for name, found in run_ranks(simulation_runs.simulate_all, 1, cases, "2xCPU")[0].items():
+        result, phases = found["json"], found["phases"]
+        assert (result["reserved_gib"], found["streams"]) == (result["allocated_gib"], 1)
+        assert result["limit"] * 2**30 == hardware.usable_bytes == machine_bytes() // 2
+        assert result["fits"]
+        assert phases["load"] == pytest.approx(found["breakdown"]["parameters"], rel=0.01)
+        assert found["host"] >= PROCESS + max(phases.values()) - found["largest"]["temporaries"], name
+        if name != "workers":  # both are alike but for rank 0's file
+            assert result["min_capacity_gib"] * 2**30 == pytest.approx(found["host"], rel=0.02)
+        quick = simulate_quick(Config.from_dict(cases[name]), hardware)
+        assert quick["allocated_gib"] == pytest.approx(result["allocated_gib"], rel=0.05), name
+        assert quick["host_gib"] == pytest.approx(result["host_gib"], rel=0.06), name
+        assert max(quick["host_node_gib"].values()) == pytest.approx(2 * result["min_capacity_gib"], rel=0.06), name
+        if name == "workers":
+            assert 2 * result["min_capacity_gib"] * 2**30 == 2 * PROCESS + 40 * WORKER_BYTES
 
 
 def test_json_has_its_keys_and_states_are_exact(runs: dict[str, Any]) -> None:

@@ -1,13 +1,17 @@
 """Names of GPUs as people type them, files of one's own, and what is refused; no torch."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from fsdp_trainer.errors import ConfigError
-from fsdp_trainer.memory.hardware import card_names, parse_gpus
+from fsdp_trainer.memory import hardware
+from fsdp_trainer.memory.hardware import CPU_RANKS, card_names, detect, parse_gpus
+from fsdp_trainer.memory.machine import machine_bytes
 
 GIB = 2**30
 
@@ -46,6 +50,10 @@ GIB = 2**30
         ("H100 80GB SXM5", "1xH100-80GB"),
         ("RTX 4090 24GB", "1xRTX4090"),
         ("4x T4 16 GB", "4xT4"),
+        ("CPU", "1xCPU"),
+        ("2xCPU", "2xCPU"),
+        ("cpu x2", "2xCPU"),
+        ("16xcpu", "16xCPU"),
     ],
 )
 def test_names_people_type(typed: str, understood: str) -> None:
@@ -82,6 +90,7 @@ def test_every_card_is_found_by_its_own_name() -> None:
         ("2x2x2xH100", "not in the catalogue"),
         ("12xA100-80GB", "NODESxGPUS"),
         ("0xH100", "at least one"),
+        ("0xCPU", "at least one"),
         ("0x8xH100", "at least one"),
         ("nowhere.yaml", r"cannot be used[\s\S]*nowhere\.yaml"),
     ],
@@ -99,6 +108,59 @@ def test_links() -> None:
     assert not parse_gpus("2xRTX4090").p2p
     assert parse_gpus("8xH100").link_bandwidth == 450e9
     assert parse_gpus("T4").bf16_flops == 0  # emulated only
+
+
+def test_cpu_ranks_share_the_machine() -> None:
+    two, one = parse_gpus("2xCPU"), parse_gpus("CPU")
+    assert two.is_cpu and two.usable_bytes == one.usable_bytes // 2 and one.usable_bytes == machine_bytes()
+    assert (two.outside_bytes, two.compute_capability) == (0, "")
+    assert not parse_gpus("4090").is_cpu
+
+
+def test_without_a_driver_the_cpu_is_described_and_torch_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many ranks as `train` starts there."""
+    monkeypatch.setattr(hardware, "may_have_gpus", lambda: False)
+    monkeypatch.setattr(hardware, "_QUESTION", "raise SystemExit(3)")
+    assert str(detect()) == f"{CPU_RANKS}xCPU"
+    monkeypatch.setattr(hardware, "may_have_gpus", lambda: True)
+    with pytest.raises(ConfigError, match=r"cannot be described[\s\S]*exit code 3"):
+        detect()
+
+
+def test_detected_gpus_come_from_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch would print there of two cards that are not equal."""
+    said = [["NVIDIA GeForce RTX 4090", 25 * 10**9, False], ["NVIDIA GeForce RTX 4090", 24 * 10**9, False]]
+    monkeypatch.setattr(hardware, "may_have_gpus", lambda: True)
+    monkeypatch.setattr(hardware, "_QUESTION", f"print('a warning of a driver'); print({json.dumps(json.dumps(said))})")
+    found = detect()
+    assert (str(found), found.usable_bytes, found.p2p) == ("2xRTX4090", 24 * 10**9, False)
+
+
+def groups(root: Path, lines: str, limits: dict[str, str]) -> Path:
+    for name, text in {"proc/self/cgroup": lines, **limits}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("lines", "limits"),
+    [
+        ("0::/a/b\n", {"sys/fs/cgroup/a/memory.max": "5000\n", "sys/fs/cgroup/a/b/memory.max": "max\n"}),
+        ("0::/of/the/host\n", {"sys/fs/cgroup/memory.max": "5000\n"}),
+        ("5:cpu:/x\n4:memory:/x\n", {"sys/fs/cgroup/memory/x/memory.limit_in_bytes": "5000\n"}),
+    ],
+)
+def test_memory_of_a_container(tmp_path: Path, lines: str, limits: dict[str, str]) -> None:
+    """The least limit of the process's control groups counts."""
+    assert machine_bytes(root=groups(tmp_path, lines, limits)) == 5000
+
+
+def test_memory_without_a_limit_is_the_machines(tmp_path: Path) -> None:
+    whole = psutil.virtual_memory().total
+    assert machine_bytes(root=tmp_path) == whole
+    unlimited = {"sys/fs/cgroup/memory.max": "max\n", "sys/fs/cgroup/a/memory.max": "9223372036854771712\n"}
+    assert machine_bytes(root=groups(tmp_path, "0::/a\n", unlimited)) == whole
 
 
 def write(folder: Path, text: str) -> Path:

@@ -1,0 +1,122 @@
+"""Many simulations, two at a time, each in a process that is kept for the next: importing torch takes longer than one.
+
+For the planner, which asks about a few configurations, looks at the answers and asks about more. No torch here.
+"""
+
+import contextlib
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import IO, Any
+
+from fsdp_trainer.config import Config
+from fsdp_trainer.errors import FsdpTrainerError
+from fsdp_trainer.memory.hardware import Hardware
+from fsdp_trainer.memory.simulation import Simulation
+from fsdp_trainer.memory.simulation_cache import find_simulation
+from fsdp_trainer.memory.simulation_process import child_environment
+
+Answer = Simulation | FsdpTrainerError
+# One takes up to 2 GB of memory, and a thread; more than two gained nothing where two cores are the rule.
+WORKERS = min(2, os.cpu_count() or 1)
+_CODE = "from fsdp_trainer.memory.simulation_workers import serve; serve()"
+
+
+@contextlib.contextmanager
+def simulation_workers(hardware: Hardware) -> Iterator[Callable[[Sequence[Config]], list[Answer]]]:
+    """Give a function that simulates configurations on `hardware` with expandable segments, as runs start with them.
+
+    What the user's cache has needs no process; the others are started with the first question they get and end with
+    this context. A configuration that is refused comes back as its error. Simulations have no ledger.
+    """
+    workers: list[_Worker] = []
+
+    def ask(configs: Sequence[Config]) -> list[Answer]:
+        found: list[Answer | None] = [find_simulation(c, hardware, expandable_segments=True) for c in configs]
+        missing = [index for index, answer in enumerate(found) if answer is None]
+        while len(workers) < min(WORKERS, len(missing)):
+            workers.append(_Worker())
+        shares = [missing[start :: len(workers)] for start in range(len(workers))]
+        with ThreadPoolExecutor(max(1, len(workers))) as threads:
+            parts = threads.map(lambda worker, share: [worker.ask(configs[i], hardware) for i in share], workers, shares)
+            answers = {i: answer for share, part in zip(shares, parts, strict=True) for i, answer in zip(share, part)}
+        return [answers[index] if answer is None else answer for index, answer in enumerate(found)]
+
+    try:
+        yield ask
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+class _Worker:
+    """One process that answers questions until it is closed."""
+
+    def __init__(self) -> None:
+        reader, writer = os.pipe()  # standard output is for whatever libraries print
+        self.errors: IO[bytes] = tempfile.TemporaryFile()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _CODE, str(writer)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=self.errors,
+            pass_fds=(writer,),
+            # Two of them share the cores, and fake tensors compute nothing.
+            env=child_environment(os.environ) | {"OMP_NUM_THREADS": "1"},
+        )
+        os.close(writer)
+        self.answers = os.fdopen(reader, "rb")
+
+    def ask(self, config: Config, hardware: Hardware) -> Answer:
+        """Wait for the answer to one question; raises FsdpTrainerError where the process ended."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(pickle.dumps((config.to_dict(), hardware)))
+            self.process.stdin.flush()
+            return pickle.load(self.answers)
+        except (EOFError, OSError) as error:
+            code = self.process.wait()
+            self.errors.seek(0)
+            raise FsdpTrainerError(
+                "The simulation's process ended without an answer.",
+                values=f"exit code {code}; {self.errors.read().decode(errors='replace').strip()[-2000:]}",
+                fix="give the machine 4 GB of free memory, or plan with --quick",
+            ) from error
+
+    def close(self) -> None:
+        """End the process, whatever it is doing: nothing of it is needed any more."""
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.answers, self.errors):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+
+
+def serve() -> None:
+    """Answer questions from standard input until it ends: the child's part."""
+    from fsdp_trainer.memory.simulation_cache import simulate_cached
+
+    with os.fdopen(int(sys.argv[1]), "wb") as answers:
+        while (question := _next_question()) is not None:
+            settings, hardware = question
+            found: Answer
+            try:
+                made = simulate_cached(Config.from_dict(settings), hardware, expandable_segments=True)
+                found = replace(made, ledger=None)
+            except FsdpTrainerError as error:
+                found = error
+            pickle.dump(found, answers)
+            answers.flush()
+
+
+def _next_question() -> Any:
+    try:
+        return pickle.load(sys.stdin.buffer)
+    except EOFError:
+        return None
