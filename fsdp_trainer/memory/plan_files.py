@@ -14,16 +14,13 @@ from typing import Any
 from fsdp_trainer.config import Config
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.launch_profile import write_profile
+from fsdp_trainer.memory.candidates import SEARCHED
 from fsdp_trainer.memory.plan import Candidate, Plan
 from fsdp_trainer.run_folder import PREDICTION, write_text_atomically, writing
 
 SETTINGS_FILE, PROFILE_FILE = "run.yaml", "accelerate.yaml"
 # Written even where they are the defaults: they are what the plan is.
-PLANNED = (
-    *("sharding.zero_stage", "sharding.replicate", "sharding.offload", "sharding.reduce_dtype", "precision"),
-    *("activation_checkpointing.mode", "activation_checkpointing.every_n", "optim.name", "optim.state_dtype"),
-    *("optim.offload_step", "batch.global_batch_size", "batch.micro_batch_size", "data.seq_len"),
-)
+PLANNED = (*SEARCHED, "batch.global_batch_size", "data.seq_len")
 # What a prediction is of; what else may change between the plan and the run changes neither memory nor a step's time.
 _OF_THE_PREDICTION = (
     *("model", "sharding", "precision", "activation_checkpointing", "loss", "batch", "compile"),
@@ -98,7 +95,7 @@ def _profile_text(config: Config, plan: Plan) -> str:
             Path(folder) / PROFILE_FILE,
             config,
             processes=hardware.count,
-            use_cpu=hardware.name == "CPU",
+            use_cpu=hardware.is_cpu,
             machines=hardware.nodes,
         )
         return path.read_text(encoding="utf-8")

@@ -11,6 +11,7 @@ from fsdp_trainer.config import Config
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.memory.calibration import calibrate_from
 from fsdp_trainer.memory.hardware import Hardware, detect, parse_gpus
+from fsdp_trainer.memory.machine import machine_bytes
 from fsdp_trainer.memory.plan import Plan, Prefer
 from fsdp_trainer.memory.planner import plan as plan_on
 
@@ -38,8 +39,8 @@ def plan(
         raise ConfigError("This is nothing a plan can prefer.", values=f"prefer: {prefer}", fix="quality or speed")
     hardware = gpus if isinstance(gpus, Hardware) else detect() if gpus is None else parse_gpus(gpus)
     host_bytes = read_ram(host_ram) if host_ram is not None else None
-    if host_bytes is None and gpus is None:
-        host_bytes = measure_host_bytes()
+    if host_bytes is None and (gpus is None or hardware.is_cpu):
+        host_bytes = machine_bytes()
     return plan_on(
         config,
         hardware,
@@ -60,21 +61,3 @@ def read_ram(text: str | int) -> int:
         raise ConfigError("This is no amount of host RAM.", values=f"host RAM: {text}", fix="such as 128GiB or 0.5TiB")
     return int(size)
 
-
-def measure_host_bytes() -> int:
-    """Return the RAM that this machine, or the container it runs in, may use."""
-    import psutil
-
-    return min([psutil.virtual_memory().total, *_container_limits()])
-
-
-def _container_limits() -> list[int]:
-    found = []
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(path).read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        if text.isdigit():  # "max" where there is none
-            found.append(int(text))
-    return found
