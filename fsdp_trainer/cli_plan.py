@@ -23,7 +23,9 @@ def plan(
     context: typer.Context,
     gpus: Annotated[
         str | None,
-        typer.Option(help="Such as 2xRTX4090, 2x8xH100-80GB, 2xCPU or a YAML file; default this machine's.", metavar="GPUS"),
+        typer.Option(
+            help="Such as 2xRTX4090, 2x8xH100-80GB, 2xCPU or a YAML file; default this machine's.", metavar="GPUS"
+        ),
     ] = None,
     host_ram: Annotated[
         str | None,
@@ -104,9 +106,7 @@ def _draw(found: Any, path: Path, *, quiet: bool) -> None:
 
     chosen = found.chosen
     title = f"{chosen.config.model.path} on {found.hardware}"
-    drawn = draw_memory(
-        _timeline(found), path, title=title, limit_bytes=chosen.prediction["limit"] * 2**30
-    )
+    drawn = draw_memory(_timeline(found), path, title=title, limit_bytes=chosen.prediction["limit"] * 2**30)
     log_line(f"picture: {drawn}", is_main=not quiet)
 
 
@@ -118,6 +118,6 @@ def _write(found: Any, folder: Path) -> list[str]:
     lines = [f"wrote {', '.join(str(folder / name) for name in (SETTINGS_FILE, PROFILE_FILE, PREDICTION))}"]
     if "data.train" not in found.fixed:
         lines.append(f"data.train is {found.chosen.config.data.train} until you say otherwise")
-    one = len(commands) == 1
-    lines.append("start it with:" if one else "start it with, on each machine ($FIRST_MACHINE: the first one's address):")
+    several = " on each machine, FIRST_MACHINE being the first one's address" if len(commands) > 1 else ""
+    lines.append(f"start it with{several}:")
     return [*lines, *(f"  {command}" for command in commands)]

@@ -167,7 +167,7 @@ class Config(Section):
 
     @property
     def given(self) -> tuple[str, ...]:
-        """The dotted names of the settings that were written, in a file, as a flag or in Python; the rest is default."""
+        """The dotted names of the settings that were written: in a file, as a flag or in Python."""
         return tuple(_given(self))
 
     @property

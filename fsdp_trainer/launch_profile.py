@@ -45,9 +45,7 @@ _PREFETCH_FIX = (
 )
 
 
-def write_profile(
-    path: str | Path, config: Config, *, processes: int, use_cpu: bool, machines: int = 1
-) -> Path:
+def write_profile(path: str | Path, config: Config, *, processes: int, use_cpu: bool, machines: int = 1) -> Path:
     """Write an Accelerate profile that agrees with the settings, and return its path.
 
     `processes` are those of all machines; of several, each is started with its own --machine_rank.

@@ -136,7 +136,7 @@ WITHOUT_TORCH += ("memory.simulation", "memory.ledger")
 WITHOUT_TORCH += ("memory.plan", "memory.planner", "memory.candidates", "memory.planning", "memory.calibration")
 WITHOUT_TORCH += ("memory.host", "memory.quick", "memory.simulation_text", "report")
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "bitsandbytes", "torchao"}
-MAY_PRINT = ("cli", "progress", "report", "demo")
+MAY_PRINT = ("cli", "cli_plan", "progress", "report", "demo")
 # simulated.py is the simulated part of the runtime: what it changes, it undoes on exit.
 MAY_PATCH = ("patches", "runtime", "simulated", "memory.trace", "memory.cuda_kernels")
 PATCHED = {"torch", "transformers", "accelerate"}

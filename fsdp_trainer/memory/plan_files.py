@@ -61,7 +61,7 @@ def refuse_unfit(plan: Plan) -> ConfigError:
     lacks = " and ".join(near.lacks) if near is not None else ""
     return ConfigError(
         "No combination of settings fits.",
-        values=f"{plan.hardware}: {plan.considered:,} combinations; the nearest lacks {lacks or 'more than can be had'}",
+        values=f"{plan.hardware}: {plan.considered:,} combinations; the nearest lacks {lacks or 'memory'}",
         fix=" or ".join(plan.remedies) or "hold fewer settings fixed, or name more or larger GPUs",
     )
 
@@ -74,7 +74,7 @@ def prediction_of(plan: Plan) -> dict[str, Any]:
 
 
 def _settings_text(chosen: Candidate, plan: Plan) -> str:
-    head = f"# Planned by fsdp-trainer for {plan.hardware}: {chosen.prediction['allocated_gib']:.2f} GiB allocated on each"
+    head = f"# Planned by fsdp-trainer for {plan.hardware}: {memory:.2f} GiB allocated on each"
     if (seconds := chosen.step_seconds) is not None:
         head += f", {seconds:.2f} s a step"
     text = f"{head} ({chosen.source}).\n" + chosen.config.to_yaml(names={*PLANNED, *plan.fixed})

@@ -5,6 +5,8 @@ imported here; finding this machine's GPUs may import it.
 """
 
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from fsdp_trainer.config import Config
@@ -12,9 +14,13 @@ from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.memory.calibration import calibrate_from
 from fsdp_trainer.memory.hardware import Hardware, detect, parse_gpus
 from fsdp_trainer.memory.machine import machine_bytes
-from fsdp_trainer.memory.plan import Plan, Prefer
+from fsdp_trainer.memory.plan import Candidate, Plan, Prefer
 from fsdp_trainer.memory.planner import plan as plan_on
+from fsdp_trainer.memory.quick import quick_timeline
+from fsdp_trainer.memory.simulation_cache import find_simulation
+from fsdp_trainer.memory.simulation_process import simulate
 
+Timeline = Sequence[tuple[int, str, Mapping[str, int]]]
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
@@ -52,6 +58,26 @@ def plan(
     )
 
 
+def plan_for_ranks(config: Config, *, ranks: int, ranks_per_node: int, on_cpu: bool) -> Plan:
+    """Plan for `ranks` processes on machines like this one, each with a GPU of its own or, `on_cpu`, a core."""
+    nodes = ranks // ranks_per_node
+    if on_cpu:
+        hardware = parse_gpus(f"{nodes}x{ranks_per_node}xCPU")
+    else:
+        hardware = replace(detect(), count=ranks, gpus_per_node=ranks_per_node, nodes=nodes)
+    return plan_on(config, hardware, fixed=config.given, host_bytes=machine_bytes())
+
+
+def timeline_of(candidate: Candidate, hardware: Hardware) -> Timeline:
+    """Return (index, phase, bytes by category) over a run of `candidate`, by what its prediction rests on."""
+    if candidate.source == "closed form":
+        return quick_timeline(candidate.config, hardware)
+    found = find_simulation(candidate.config, hardware, expandable_segments=True)
+    if found is None:  # the user's cache cannot be written
+        found = simulate(candidate.config, hardware, expandable_segments=True)
+    return found.timeline
+
+
 def read_ram(text: str | int) -> int:
     """Read `128GiB`, `128 GB`, `0.5TiB`, or a number of bytes; a bare number below a million is refused as unclear."""
     words = str(text).strip().lower()
@@ -60,4 +86,3 @@ def read_ram(text: str | int) -> int:
     if size < 2**20:
         raise ConfigError("This is no amount of host RAM.", values=f"host RAM: {text}", fix="such as 128GiB or 0.5TiB")
     return int(size)
-

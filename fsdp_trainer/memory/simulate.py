@@ -60,6 +60,7 @@ def summarize(trace: Trace, config: Config, hardware: Hardware, *, expandable_se
         tokens_per_second_per_gpu=tokens / seconds / hardware.count if seconds else None,
         config=config.to_dict(),
         ledger=trace.device,
+        timeline=trace.device.outline,
     )
 
 

@@ -60,7 +60,10 @@ def _heading(plan: Mapping[str, Any], *, width: int) -> Iterator[str]:
         rows = format_number(config["batch"]["global_batch_size"], "row")
         asked = f"{config['model']['path']} on {asked}; {rows} of {config['data']['seq_len']:,} tokens a step"
     yield from _wrap(asked, width)
-    fixed = f"held fixed: {', '.join(plan['fixed'])}" if plan["fixed"] else "nothing is held fixed"
+    # Model, data and paths are what the plan is for; these could have been searched.
+    searched = ("precision", "sharding.", "activation_checkpointing.", "loss.", "optim.", "batch.micro")
+    names = [name for name in plan["fixed"] if name.startswith(searched)]
+    fixed = f"held fixed: {', '.join(names)}" if names else "nothing is held fixed"
     looked = f"{plan['considered']:,} combinations looked at in {format_duration(plan['seconds'])}"
     yield from _wrap(f"{looked}; {plan['prefer']} first; {fixed}", width)
 
@@ -125,9 +128,12 @@ def format_numbers(plan: Mapping[str, Any], candidate: Mapping[str, Any]) -> lis
     """The cells of NUMBERS; a dash where nothing is known."""
     memory = [candidate["allocated_gib"], candidate["reserved_gib"], candidate["min_capacity_gib"]]
     speed, run = tokens_per_second(plan, candidate), candidate["run_seconds"]
+    host = candidate["host_node_gib"]
     return [
         *(("-" if size is None else f"{size:.2f}") for size in memory),
-        f"{candidate['host_node_gib']:.0f}" if candidate["host_node_gib"] >= 10 else f"{candidate['host_node_gib']:.1f}",
+        f"{candidate['host_node_gib']:.0f}"
+        if candidate["host_node_gib"] >= 10
+        else f"{candidate['host_node_gib']:.1f}",
         "-" if speed is None else f"{speed:,.0f}",
         "-" if run is None else format_duration(run),
         _limit(candidate),
@@ -155,6 +161,7 @@ def _limit(candidate: Mapping[str, Any]) -> str:
 
 
 def format_notes(plan: Mapping[str, Any], *, top: int) -> Iterator[str]:
+    """Say what the numbers mean, what each quality gives up, what was chosen or is lacking, and what is held back."""
     shown = plan["candidates"][:top]
     yield (
         "alloc, reserved and the least a run gets through with: GiB on each GPU. host: GiB of a machine. tokens/s: all "
@@ -244,7 +251,7 @@ def calibration_notes(factors: Mapping[str, float]) -> Iterator[str]:
         yield f"calibrated, {name.replace('_', ' ')}: {change} (x {factor:.3f})."
 
 
-# --- the chosen one ----------------------------------------------------------------------------------------------------
+# --- the chosen one --------------------------------------------------------------------------------------------------
 
 
 def _ledger(plan: Mapping[str, Any], timeline: Sequence[Moment], *, width: int) -> Iterator[str]:
