@@ -74,6 +74,7 @@ def prediction_of(plan: Plan) -> dict[str, Any]:
 
 
 def _settings_text(chosen: Candidate, plan: Plan) -> str:
+    memory = chosen.prediction["allocated_gib"]
     head = f"# Planned by fsdp-trainer for {plan.hardware}: {memory:.2f} GiB allocated on each"
     if (seconds := chosen.step_seconds) is not None:
         head += f", {seconds:.2f} s a step"

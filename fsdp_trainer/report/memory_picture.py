@@ -104,8 +104,8 @@ def format_memory(timeline: Sequence[Moment], *, width: int = 72, height: int = 
     stacks = [_stack(alive, top=top, height=height) for _, _, alive in columns]
     at = next(number for number, column in enumerate(columns) if column[0] == index)
     label = f"peak {top / GIB:.2f} GiB in {phase}"
-    is_left = at < len(columns) / 2
-    text = Text(f"{'':{9 + at}}v {label}\n" if is_left else f"{label:>{8 + at}} v\n")
+    has_room = at < len(columns) / 2 or len(label) > 8 + at
+    text = Text(f"{'':{9 + at}}v {label}\n" if has_room else f"{label:>{8 + at}} v\n")
     for row in reversed(range(height)):
         text.append(
             f"{top * (row + 1) / height / GIB:7.2f} |"

@@ -131,9 +131,7 @@ def format_numbers(plan: Mapping[str, Any], candidate: Mapping[str, Any]) -> lis
     host = candidate["host_node_gib"]
     return [
         *(("-" if size is None else f"{size:.2f}") for size in memory),
-        f"{candidate['host_node_gib']:.0f}"
-        if candidate["host_node_gib"] >= 10
-        else f"{candidate['host_node_gib']:.1f}",
+        f"{host:.0f}" if host >= 10 else f"{host:.1f}",
         "-" if speed is None else f"{speed:,.0f}",
         "-" if run is None else format_duration(run),
         _limit(candidate),
