@@ -84,12 +84,12 @@ def _show(found: Any, *, top: int) -> None:
     from fsdp_trainer.report.plan_text import format_plan
 
     # 120 columns say it all; what goes into a file or a pipe is kept to 80, which every reader has.
-    width = min(120, max(60, shutil.get_terminal_size().columns)) if sys.stdout.isatty() else _piped_width()
+    width = min(120, max(72, shutil.get_terminal_size().columns)) if sys.stdout.isatty() else _piped_width()
     log_line(format_plan(found.to_json(), _timeline(found), width=width, top=top))
 
 
 def _piped_width() -> int:
-    return min(120, max(60, shutil.get_terminal_size(fallback=(80, 24)).columns))
+    return min(120, max(72, shutil.get_terminal_size(fallback=(80, 24)).columns))
 
 
 def _timeline(found: Any) -> Any:
