@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from fsdp_trainer.config import Config
-from fsdp_trainer.config_checks import find_conflicts, setting
+from fsdp_trainer.config_checks import check_world_problems, find_conflicts, setting
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.memory.hardware import Hardware
 
@@ -42,8 +42,9 @@ def enumerate_candidates(config: Config, hardware: Hardware, *, fixed: Collectio
     kept = [[option for option in options if _agrees(option, held)] for options in groups]
     for options in itertools.product(*kept):
         made = with_settings(config, {name: value for option in options for name, value in option.items()})
-        # Checked with one row at a time: which micro-batches divide the global batch is known.
-        if find_conflicts(with_settings(made, {"batch.micro_batch_size": sizes[-1]})):
+        # Checked with one size: all of them divide the global batch.
+        tried = with_settings(made, {"batch.micro_batch_size": sizes[-1]})
+        if find_conflicts(tried) or check_world_problems(tried, hardware.count):
             continue
         for size in sizes:
             yield with_settings(made, {"batch.micro_batch_size": size})
@@ -79,7 +80,7 @@ def _qualities(config: Config, hardware: Hardware, *, fixed: Collection[str]) ->
     """The forms of plan.QUALITIES, best first; a reduction that the user fixed is kept in each."""
     if "precision" in fixed and config.precision != "bf16_pure":
         precisions = [config.precision]
-    elif not hardware.compute_capability:  # CPUs compute in both
+    elif hardware.is_cpu:  # which computes in both
         precisions = ["bf16", "fp32"]
     else:
         precisions = ["bf16" if hardware.bf16_flops else "fp16"]
@@ -92,7 +93,7 @@ def _qualities(config: Config, hardware: Hardware, *, fixed: Collection[str]) ->
             ("adamw_8bit", "fp32", None),
         )
     ]
-    if hardware.bf16_flops or not hardware.compute_capability:
+    if hardware.bf16_flops or hardware.is_cpu:
         found += [
             _quality("bf16_pure", "adamw", "fp32", None),
             _quality("bf16_pure", "adamw", "bf16", "bf16"),
@@ -113,7 +114,7 @@ def _quality(precision: str, name: str, state_dtype: str, reduce_dtype: str | No
 
 def _offloads(config: Config, hardware: Hardware, *, fixed: Collection[str]) -> list[Option]:
     where = [("none", "host"), ("optimizer", "host"), ("optimizer", "device"), ("params", "host")]
-    if not hardware.compute_capability and "sharding.offload" not in fixed:
+    if hardware.is_cpu and "sharding.offload" not in fixed:
         where = where[:1]  # all of it is host memory
     return [{"sharding.offload": offload, "optim.offload_step": step} for offload, step in where]
 
@@ -138,6 +139,12 @@ def _checkpointings(config: Config, *, fixed: Collection[str]) -> list[Option]:
     if given not in modes and set(names) & set(fixed):
         modes.append(given)
     return [dict(zip(names, values, strict=True)) for values in modes]
+
+
+def combination(config: Config) -> tuple[Any, ...]:
+    """Return all that a plan decides but the micro-batch and how checkpoints are saved."""
+    left_out = ("batch.micro_batch_size", "checkpoint.async_save")
+    return tuple(setting(config, name) for name in SEARCHED if name not in left_out)
 
 
 def refuse_unsearchable(config: Config) -> None:

@@ -3,6 +3,7 @@
 What has no closed form is null: what the allocator reserves, the smallest capacity it survives in, and time.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -32,23 +33,22 @@ _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "bf16_pure": 2}
 ALLOCATOR_MARGIN = 1.16
 
 
-def simulate_quick(config: Config, hardware: Hardware) -> dict[str, Any]:
+def simulate_quick(config: Config, hardware: Hardware, *, shape: ModelShape | None = None) -> dict[str, Any]:
     """Return the memory of a run by the keys of the full simulation, sizes in GiB of a GPU and its process.
 
     On top of those keys: `estimate`, `gpus`, `parameters`, `peak_phase`, and `host_node_gib`, a node's RAM by phase.
+    `shape` is the model's, where it has been read already.
 
     `fits` is true or false where that is sure, null where only the full simulation can tell. Raises ConfigError for
     what the closed form does not know and for settings that do not divide over the GPUs.
     """
-    shape, settings = _read(config, hardware)
+    shape, settings = _read(config, hardware, shape=shape)
     timeline = estimate_step(shape, settings)
     _, phase, alive = find_peak(timeline)
     allocated, peaks = sum(alive.values()), phase_peaks(timeline)
     limit = hardware.usable_bytes - hardware.outside_bytes
-    parts = _process(config, hardware, shape, settings)
+    parts = estimate_parts(config, hardware, shape, settings, peaks=peaks)
     ranks = hardware.gpus_per_node
-    if hardware.is_cpu:  # tensors and processes share the machine's RAM
-        parts = replace(parts, masters=parts.masters + peaks["load"], resident=parts.resident + allocated)
     node = host_memory(parts, processes=ranks, data_workers=config.data.workers)
     needed, available = (node.peak, ranks * limit) if hardware.is_cpu else (allocated, limit)
     fits = False if needed > available else True if needed * ALLOCATOR_MARGIN <= available else None
@@ -177,7 +177,7 @@ def _piece_bytes(config: Config) -> int:
     return widened + 2 * int(passing) if config.optim.offload_step == "device" else 0
 
 
-def _read(config: Config, hardware: Hardware) -> tuple[ModelShape, StepSettings]:
+def _read(config: Config, hardware: Hardware, *, shape: ModelShape | None = None) -> tuple[ModelShape, StepSettings]:
     if config.model.freeze:
         raise ConfigError(
             "The closed form does not know which parameters are frozen.",
@@ -185,11 +185,21 @@ def _read(config: Config, hardware: Hardware) -> tuple[ModelShape, StepSettings]
             fix="leave out --quick: the full simulation freezes them as a run does",
         )
     check_precision(config.precision, hardware)
-    shape = read_model_shape(config.model.path)
+    shape = shape or read_model_shape(config.model.path)
     if (extra := FAMILIES[shape.family].learned_positions) is not None:
         check_learned_positions(config.data.seq_len, limit=shape.position_rows - extra)
     capability = None if hardware.is_cpu else hardware.capability
     return shape, step_settings(config, shape, ranks=hardware.count, capability=capability)
+
+
+def estimate_parts(
+    config: Config, hardware: Hardware, shape: ModelShape, settings: StepSettings, *, peaks: Mapping[str, int]
+) -> ProcessParts:
+    """Return what a training process holds on the host; `peaks` are the device's, which on CPU is the same memory."""
+    parts = _process(config, hardware, shape, settings)
+    if not hardware.is_cpu:
+        return parts
+    return replace(parts, masters=parts.masters + peaks["load"], resident=parts.resident + max(peaks.values()))
 
 
 def _process(config: Config, hardware: Hardware, shape: ModelShape, settings: StepSettings) -> ProcessParts:

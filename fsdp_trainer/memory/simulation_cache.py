@@ -45,7 +45,7 @@ def simulate_cached(
 def find_simulation(
     config: Config, hardware: Hardware, *, expandable_segments: bool = False, folder: Path | None = None
 ) -> Simulation | None:
-    """Return the simulation that `folder` (default: the user's cache) has, without its ledger; None where it has none."""
+    """Return the simulation that `folder` (default: the user's cache) has, without a ledger; None where it has none."""
     found = _read(_place(config, hardware, expandable_segments, folder))
     return None if found is None else Simulation(**{**found, "config": config.to_dict()})
 

@@ -8,17 +8,17 @@ import os
 import pickle
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import IO, Any
+from typing import Any
 
 from fsdp_trainer.config import Config
 from fsdp_trainer.errors import FsdpTrainerError
 from fsdp_trainer.memory.hardware import Hardware
 from fsdp_trainer.memory.simulation import Simulation
-from fsdp_trainer.memory.simulation_cache import find_simulation
+from fsdp_trainer.memory.simulation_cache import find_simulation, simulate_cached
 from fsdp_trainer.memory.simulation_process import child_environment
 
 Answer = Simulation | FsdpTrainerError
@@ -41,10 +41,15 @@ def simulation_workers(hardware: Hardware) -> Iterator[Callable[[Sequence[Config
         missing = [index for index, answer in enumerate(found) if answer is None]
         while len(workers) < min(WORKERS, len(missing)):
             workers.append(_Worker())
-        shares = [missing[start :: len(workers)] for start in range(len(workers))]
+
+        def answer_share(start: int) -> dict[int, Answer]:
+            share = missing[start :: len(workers)]
+            return {index: workers[start].ask(configs[index], hardware) for index in share}
+
+        answers: dict[int, Answer] = {}
         with ThreadPoolExecutor(max(1, len(workers))) as threads:
-            parts = threads.map(lambda worker, share: [worker.ask(configs[i], hardware) for i in share], workers, shares)
-            answers = {i: answer for share, part in zip(shares, parts, strict=True) for i, answer in zip(share, part)}
+            for part in threads.map(answer_share, range(len(workers))):
+                answers |= part
         return [answers[index] if answer is None else answer for index, answer in enumerate(found)]
 
     try:
@@ -59,12 +64,11 @@ class _Worker:
 
     def __init__(self) -> None:
         reader, writer = os.pipe()  # standard output is for whatever libraries print
-        self.errors: IO[bytes] = tempfile.TemporaryFile()
         self.process = subprocess.Popen(
             [sys.executable, "-c", _CODE, str(writer)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            stderr=self.errors,
+            stderr=subprocess.DEVNULL,
             pass_fds=(writer,),
             # Two of them share the cores, and fake tensors compute nothing.
             env=child_environment(os.environ) | {"OMP_NUM_THREADS": "1"},
@@ -73,46 +77,50 @@ class _Worker:
         self.answers = os.fdopen(reader, "rb")
 
     def ask(self, config: Config, hardware: Hardware) -> Answer:
-        """Wait for the answer to one question; raises FsdpTrainerError where the process ended."""
+        """Wait for the answer to one question; raises FsdpTrainerError where the process failed."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(pickle.dumps((config.to_dict(), hardware)))
             self.process.stdin.flush()
-            return pickle.load(self.answers)
-        except (EOFError, OSError) as error:
-            code = self.process.wait()
-            self.errors.seek(0)
+            found = pickle.load(self.answers)
+        except (EOFError, OSError):
+            found = f"it ended with exit code {self.process.wait()}"
+        if isinstance(found, str):
             raise FsdpTrainerError(
-                "The simulation's process ended without an answer.",
-                values=f"exit code {code}; {self.errors.read().decode(errors='replace').strip()[-2000:]}",
-                fix="give the machine 4 GB of free memory, or plan with --quick",
-            ) from error
+                "The simulation's process failed.",
+                values=found,
+                fix="give the machine 4 GB of free memory or plan with --quick, or report this with the settings",
+            )
+        return found
 
     def close(self) -> None:
         """End the process, whatever it is doing: nothing of it is needed any more."""
         self.process.kill()
         self.process.wait()
-        for stream in (self.process.stdin, self.answers, self.errors):
+        for stream in (self.process.stdin, self.answers):
             if stream is not None:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # unsent words of a question
                     stream.close()
 
 
 def serve() -> None:
-    """Answer questions from standard input until it ends: the child's part."""
-    from fsdp_trainer.memory.simulation_cache import simulate_cached
-
+    """Answer questions from standard input until it ends: the child's part. What fails is told as text."""
     with os.fdopen(int(sys.argv[1]), "wb") as answers:
         while (question := _next_question()) is not None:
-            settings, hardware = question
-            found: Answer
+            found: Answer | str
             try:
-                made = simulate_cached(Config.from_dict(settings), hardware, expandable_segments=True)
-                found = replace(made, ledger=None)
+                found = _answer(*question)
             except FsdpTrainerError as error:
                 found = error
+            except Exception:  # the parent raises it
+                found = traceback.format_exc()[-2000:]
             pickle.dump(found, answers)
             answers.flush()
+
+
+def _answer(settings: Mapping[str, Any], hardware: Hardware) -> Simulation:
+    made = simulate_cached(Config.from_dict(settings), hardware, expandable_segments=True)
+    return replace(made, ledger=None)
 
 
 def _next_question() -> Any:

@@ -1,0 +1,205 @@
+"""The closed form of very many combinations: what each takes and how long, no more of it worked out than is asked for.
+
+A time costs tens of microseconds and a timeline of memory some milliseconds, so combinations are ranked by time first,
+and memory is worked out from the best on. No torch.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_trainer.config import Config
+from fsdp_trainer.memory.candidates import combination, enumerate_candidates, with_settings
+from fsdp_trainer.memory.estimate_model import ModelShape, count_parameters
+from fsdp_trainer.memory.estimate_settings import StepSettings
+from fsdp_trainer.memory.estimate_step import estimate_step, phase_peaks, state_bytes
+from fsdp_trainer.memory.hardware import Hardware
+from fsdp_trainer.memory.host import host_memory
+from fsdp_trainer.memory.plan import GIB, QUALITIES, quality_of
+from fsdp_trainer.memory.quick import estimate_parts, step_settings
+
+# benchmarks/PLANNER.md: the full simulation of a published row with chunked loss and every setting stated was at most
+# 1.7 % below what was reserved. Rows that miss by more are explained there or lack settings.
+SAFETY_SHARE = 0.02
+# benchmarks/PLANNER.md: the closed form was up to 5.6 % below the full simulation's allocated memory and never more
+# than 1 % above it; with expandable segments the smallest capacity is within 1 % of what is allocated.
+CLOSED_FORM_SHARE, CLOSED_FORM_EXCESS = 0.07, 0.03
+# What a machine without a desktop needs for itself: an assumption.
+HOST_SYSTEM_BYTES = 2 * GIB
+_RANK = {quality: place for place, quality in enumerate(QUALITIES)}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a plan may use, in bytes: of a GPU, and of a machine's RAM (None: not said)."""
+
+    device: int
+    host: int | None
+
+    @classmethod
+    def of(cls, hardware: Hardware, host_bytes: int | None) -> "Limits":
+        """Take the margins off what is there; ranks on CPU have the machine's RAM alone."""
+        device = hardware.usable_bytes - hardware.outside_bytes
+        if hardware.is_cpu:
+            machine = device * hardware.gpus_per_node
+            host_bytes = machine if host_bytes is None else min(host_bytes, machine)
+        host = None if host_bytes is None else max(0, host_bytes - HOST_SYSTEM_BYTES)
+        return cls(int(device * (1 - SAFETY_SHARE)), host)
+
+    def lacking(self, device: float, host: float) -> tuple[str, ...]:
+        """Say what is missing for so many bytes."""
+        found = [(device - self.device, "of GPU memory")]
+        if self.host is not None:
+            found.append((host - self.host, "of host RAM"))
+        return tuple(f"{_amount(size)} {what}" for size, what in found if size > 0)
+
+
+def _amount(size: float) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= 0.05 * GIB else f"{size / 2**20:.1f} MiB"
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """A combination as far as ranking needs it. seconds: of a step, None where a rate is not known. floor: bytes a GPU
+    holds at least. order: its place in the enumeration, where those that do less work come first."""
+
+    config: Config
+    settings: StepSettings
+    quality: str
+    seconds: float | None
+    floor: float
+    order: int
+
+    @property
+    def rank(self) -> int:
+        """The place of its quality, 0 the best."""
+        return _RANK[self.quality]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A sketch with its memory: bytes of a GPU, of a machine's RAM and of one process's. `config` may save without a
+    copy in the background where the sketch's does not. fits: None where the closed form cannot say."""
+
+    sketch: Sketch
+    config: Config
+    allocated: float
+    host: float = 0.0
+    host_rank: float = 0.0
+    fits: bool | None = False
+
+
+class ClosedForm:
+    """Works out time and memory of combinations of one model on given GPUs, and remembers what cannot fit."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        hardware: Hardware,
+        limits: Limits,
+        *,
+        fixed: Collection[str] = (),
+        memory_factor: float = 1.0,
+    ) -> None:
+        self.shape, self.hardware, self.limits = shape, hardware, limits
+        self.fixed, self.memory_factor = frozenset(fixed), memory_factor
+        self.capability = None if hardware.is_cpu else hardware.capability
+        self._too_large: dict[Any, int] = {}
+
+    def sketch_all(self, config: Config) -> list[Sketch]:
+        """Return every combination that `config` leaves, with its time."""
+        found = enumerate_candidates(config, self.hardware, fixed=self.fixed)
+        return [self.sketch(candidate, order=order) for order, candidate in enumerate(found)]
+
+    def sketch(self, config: Config, *, order: int = 0) -> Sketch:
+        """Work out the time of one combination."""
+        settings = step_settings(config, self.shape, ranks=self.hardware.count, capability=self.capability)
+        seconds = _seconds(self.shape, settings, self.hardware)
+        return Sketch(config, settings, quality_of(config), seconds, self._floor(settings), order)
+
+    def _floor(self, settings: StepSettings) -> float:
+        """Bytes that are there together whatever the micro-batch: at rest, with weights or with gradients."""
+        parameters = count_parameters(self.shape)
+        resident = 0.0 if settings.offload_params else 1.0 / settings.shards
+        rest = resident * (settings.recipe.weights * parameters + state_bytes(self.shape, settings.recipe))
+        whole = 0 if not settings.keeps_gathered or settings.is_alone else settings.compute_bytes * parameters
+        gradients = 0 if settings.offload_optimizer else resident * settings.recipe.gradients * parameters
+        return rest + max(whole, gradients)
+
+    def judge(self, sketch: Sketch) -> Judged:
+        """Work out memory, as far as it takes to say that a combination does not fit."""
+        if sketch.floor > self._most:
+            return Judged(sketch, sketch.config, sketch.floor)
+        group = self._group(sketch)
+        if sketch.settings.micro_batch_size >= self._too_large.get(group, sketch.settings.micro_batch_size + 1):
+            return Judged(sketch, sketch.config, sketch.floor)
+        return self.measure(sketch)
+
+    def measure(self, sketch: Sketch) -> Judged:
+        """Work out memory in any case."""
+        peaks = phase_peaks(estimate_step(self.shape, sketch.settings))
+        allocated = max(peaks.values()) * self.memory_factor
+        config, host, host_rank = self._with_host(sketch, peaks)
+        fits = None if allocated <= self._most else False
+        if allocated * (1 + CLOSED_FORM_SHARE) <= self.limits.device:
+            fits = True
+        if fits is False:
+            group = self._group(sketch)
+            self._too_large[group] = min(sketch.settings.micro_batch_size, self._too_large.get(group, 2**62))
+        if self.limits.host is not None and host > self.limits.host:
+            fits = False
+        return Judged(sketch, config, allocated, host, host_rank, fits)
+
+    @property
+    def _most(self) -> float:
+        """Allocated bytes from which on nothing fits, as much as the closed form may be too high."""
+        return self.limits.device * (1 + CLOSED_FORM_EXCESS)
+
+    def _with_host(self, sketch: Sketch, peaks: dict[str, int]) -> tuple[Config, float, float]:
+        """Return the host's bytes; where they do not suffice, saves that keep no copy in the background may."""
+        config = sketch.config
+        host, host_rank = self._host(config, sketch.settings, peaks)
+        free = config.checkpoint.async_save and "checkpoint.async_save" not in self.fixed
+        if self.limits.host is not None and host > self.limits.host and free:
+            waiting = with_settings(config, {"checkpoint.async_save": False})
+            less, less_rank = self._host(waiting, sketch.settings, peaks)
+            if less <= self.limits.host:
+                return waiting, less, less_rank
+        return config, host, host_rank
+
+    def _host(self, config: Config, settings: StepSettings, peaks: dict[str, int]) -> tuple[float, float]:
+        parts = estimate_parts(config, self.hardware, self.shape, settings, peaks=peaks)
+        node = host_memory(parts, processes=self.hardware.gpus_per_node, data_workers=config.data.workers)
+        return node.peak, host_memory(parts).peak
+
+    def _group(self, sketch: Sketch) -> Any:
+        """All that a combination is but for its micro-batch: with more rows it holds more. The last micro-batch of one
+        differs from one of several, whose gradients wait."""
+        return combination(sketch.config), sketch.settings.micro_batches > 1
+
+
+def by_preference(sketches: Iterable[Sketch], *, quality_first: bool) -> list[Sketch]:
+    """Sort the best first, by predicted time; where no time is known, by the order of the enumeration."""
+
+    def key(sketch: Sketch) -> tuple[float, float, int, int]:
+        seconds = float("inf") if sketch.seconds is None else sketch.seconds
+        return (sketch.rank if quality_first else 0, seconds, sketch.rank, sketch.order)
+
+    return sorted(sketches, key=key)
+
+
+def _seconds(shape: ModelShape, settings: StepSettings, hardware: Hardware) -> float | None:
+    peak = hardware.bf16_flops or hardware.fp16_flops
+    if not peak:
+        return None
+    recomputed = sum(settings.is_checkpointed(i) for i in range(shape.layers)) / shape.layers
+    p, tokens = count_parameters(shape), settings.tokens * settings.micro_batches
+    compute = (6 + 2 * recomputed) * p * tokens / (0.7 * peak)
+    passes = 3 * settings.micro_batches if settings.zero_stage == 3 else 1 + settings.micro_batches
+    sent = passes * 2 * p * (settings.ranks > 1)
+    extra = 0.0
+    if settings.offload_params:
+        extra = settings.micro_batches * 10 * p / settings.shards / 20e9
+    elif settings.offload_optimizer:
+        extra = 30 * p / settings.shards / 20e9
+    return max(compute, sent / (0.75 * hardware.link_bandwidth)) + extra + 0.01 * settings.micro_batches
