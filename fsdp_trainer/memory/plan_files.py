@@ -15,8 +15,9 @@ from fsdp_trainer.config import Config
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.launch_profile import write_profile
 from fsdp_trainer.memory.candidates import SEARCHED
-from fsdp_trainer.memory.plan import Candidate, Plan
+from fsdp_trainer.memory.plan import GIB, Candidate, Plan
 from fsdp_trainer.run_folder import PREDICTION, write_text_atomically, writing
+from fsdp_trainer.units import format_bytes
 
 SETTINGS_FILE, PROFILE_FILE = "run.yaml", "accelerate.yaml"
 # Written even where they are the defaults: they are what the plan is.
@@ -75,7 +76,7 @@ def prediction_of(plan: Plan) -> dict[str, Any]:
 
 def _settings_text(chosen: Candidate, plan: Plan) -> str:
     memory = chosen.prediction["allocated_gib"]
-    head = f"# Planned by fsdp-trainer for {plan.hardware}: {memory:.2f} GiB allocated on each"
+    head = f"# Planned by fsdp-trainer for {plan.hardware}: {format_bytes(memory * GIB)} allocated on each"
     if (seconds := chosen.step_seconds) is not None:
         head += f", {seconds:.2f} s a step"
     text = f"{head} ({chosen.source}).\n" + chosen.config.to_yaml(names={*PLANNED, *plan.fixed})

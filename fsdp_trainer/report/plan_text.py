@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdp_trainer.report.memory_picture import STACK, Moment, find_peak, format_memory
-from fsdp_trainer.units import format_count, format_duration, format_number
+from fsdp_trainer.units import format_bytes, format_count, format_duration, format_number
 
 GIB = 2**30
 WIDE = 120  # from here on a combination stands in one line; below it in two
@@ -47,6 +47,17 @@ def _picture(timeline: Sequence[Moment], *, width: int) -> Text:
         if max(map(len, picture.plain.splitlines())) <= width:
             break
     return picture
+
+
+def unit_of(plan: Mapping[str, Any]) -> tuple[str, float]:
+    """Return the unit that memory of a GPU is shown in, and GiB in it: MiB for a model that is tiny."""
+    most = max((found["allocated_gib"] for found in plan["candidates"]), default=1.0)
+    return ("GiB", 1.0) if most >= 0.5 else ("MiB", 1024.0)
+
+
+def device_of(plan: Mapping[str, Any]) -> str:
+    """Return what memory is counted on: a GPU, or one of the processes that share a CPU."""
+    return "rank" if plan["hardware"]["name"] == "CPU" else "GPU"
 
 
 # --- what was asked, and the table -----------------------------------------------------------------------------------
@@ -128,9 +139,9 @@ def format_numbers(plan: Mapping[str, Any], candidate: Mapping[str, Any]) -> lis
     """The cells of NUMBERS; a dash where nothing is known."""
     memory = [candidate["allocated_gib"], candidate["reserved_gib"], candidate["min_capacity_gib"]]
     speed, run = tokens_per_second(plan, candidate), candidate["run_seconds"]
-    host = candidate["host_node_gib"]
+    host, times = candidate["host_node_gib"], unit_of(plan)[1]
     return [
-        *(("-" if size is None else f"{size:.2f}") for size in memory),
+        *(("-" if size is None else f"{size * times:.2f}") for size in memory),
         f"{host:.0f}" if host >= 10 else f"{host:.1f}",
         "-" if speed is None else f"{speed:,.0f}",
         "-" if run is None else format_duration(run),
@@ -160,16 +171,20 @@ def _limit(candidate: Mapping[str, Any]) -> str:
 
 def format_notes(plan: Mapping[str, Any], *, top: int) -> Iterator[str]:
     """Say what the numbers mean, what each quality gives up, what was chosen or is lacking, and what is held back."""
-    shown = plan["candidates"][:top]
+    shown, device = plan["candidates"][:top], device_of(plan)
     yield (
-        "alloc, reserved and the least a run gets through with: GiB on each GPU. host: GiB of a machine. tokens/s: all "
-        "GPUs. batch: micro-batch x accumulation. recompute: activation_checkpointing."
+        f"alloc, reserved and the least a run gets through with: {unit_of(plan)[0]} on each {device}. host: GiB of a "
+        f"machine. tokens/s: all {device}s. batch: micro-batch x accumulation. recompute: "
+        "activation_checkpointing."
     )
     if any(format_settings(plan, found)[4].endswith("*") for found in shown):
         yield "optimizer*: kept on the host, stepped on the GPU in pieces (optim.offload_step: device)."
     for quality, places in _by_quality(shown).items():
         found = shown[places[0] - 1]
         yield f"gives up, {quality} ({_places(places)}): {found['gives_up']}."
+    waiting = [n for n, found in enumerate(shown, start=1) if not found["config"]["checkpoint"]["async_save"]]
+    if waiting and "checkpoint.async_save" not in plan["fixed"]:
+        yield f"{_places(waiting)}: checkpoint.async_save: false, for the copy of a save has no room in host RAM."
     for place, found in enumerate(shown, start=1):
         if found["fits"] is None:
             yield f"#{place} ?: too close for the closed form; leave out --quick."
@@ -219,7 +234,9 @@ def compare(plan: Mapping[str, Any], one: Mapping[str, Any], other: Mapping[str,
         share = after / before - 1
         effects.append("as fast" if abs(share) < 0.005 else f"{abs(share):.0%} {'faster' if share > 0 else 'slower'}")
     gpu = least_known(other) - least_known(one)
-    effects.append("the same GPU memory" if abs(gpu) < 0.005 else f"{abs(gpu):.2f} GiB {_more(gpu)} on each GPU")
+    device, (unit, times) = device_of(plan), unit_of(plan)
+    changes = f"{abs(gpu) * times:.2f} {unit} {_more(gpu)} on each {device}"
+    effects.append(changes if abs(gpu) * times >= 0.005 else f"the same memory on each {device}")
     host = other["host_node_gib"] - one["host_node_gib"]
     if abs(host) >= 0.5:
         effects.append(f"{abs(host):.0f} GiB {_more(host)} of host RAM")
@@ -255,27 +272,29 @@ def calibration_notes(factors: Mapping[str, float]) -> Iterator[str]:
 def _ledger(plan: Mapping[str, Any], timeline: Sequence[Moment], *, width: int) -> Iterator[str]:
     chosen = plan["candidates"][plan["chosen"]]
     made = "by the closed form" if chosen["source"] == "closed form" else "by a full simulation"
-    yield from _wrap(f"#{plan['chosen'] + 1} on one GPU, {made}, in GiB:", width)
+    unit, times = unit_of(plan)
+    yield from _wrap(f"#{plan['chosen'] + 1} on one {device_of(plan)}, {made}, in {unit}:", width)
     moments = {phase: find_peak(found) for phase in MOMENTS if (found := [m for m in timeline if m[1] == phase])}
     table = Table(box=RULED, pad_edge=False, padding=0, show_edge=False)
     table.add_column("alive at the highest moment of")
     for phase in moments:
         table.add_column(MOMENTS[phase], justify="right")
     for category in reversed(STACK):
-        sizes = [moment[2].get(category, 0) / GIB for moment in moments.values()]
+        sizes = [moment[2].get(category, 0) * times / GIB for moment in moments.values()]
         if max(sizes, default=0.0) >= 0.005:
             table.add_row(category.replace("_", " "), *(f"{size:.2f}" for size in sizes))
-    totals = [sum(moment[2].values()) / GIB for moment in moments.values()]
+    totals = [sum(moment[2].values()) * times / GIB for moment in moments.values()]
     table.add_row("allocated", *(f"{size:.2f}" for size in totals))
     yield from _draw(table, width)
     others = [
-        f"{phase} {size:.2f}"
+        f"{phase} {size * times:.2f}"
         for phase, size in chosen["phases"].items()
-        if phase not in MOMENTS and size is not None and size >= 0.005
+        if phase not in MOMENTS and size is not None
     ]
     if others:
         yield from _wrap(f"other phases: {', '.join(others)}.", width)
-    yield from _wrap(f"torch can have {chosen['limit']:.2f} GiB of each GPU.", width)
+    of = "of the machine for" if device_of(plan) == "rank" else "of"
+    yield from _wrap(f"torch can have {chosen['limit']:.2f} GiB {of} each {device_of(plan)}.", width)
 
 
 def summarize(plan: Mapping[str, Any]) -> str:
@@ -283,16 +302,12 @@ def summarize(plan: Mapping[str, Any]) -> str:
     chosen = plan["candidates"][plan["chosen"]]
     stage, precision, optimizer, mode, offload, batch = format_settings(plan, chosen)
     speed = tokens_per_second(plan, chosen)
+    memory, limit = (format_bytes(chosen[name] * GIB) for name in ("allocated_gib", "limit"))
     return (
         f"planned for {plan['hardware']['written']}: stage {stage}, {precision}, {optimizer}, checkpointing {mode}, "
-        f"offload {offload}, micro-batch x accumulation {batch}; predicted {format_gib(chosen['allocated_gib'])} "
-        f"allocated of {format_gib(chosen['limit'])} on each" + (f", {format_count(speed)} tokens/s" if speed else "")
+        f"offload {offload}, micro-batch x accumulation {batch}; predicted {memory} allocated of "
+        f"{limit} on each" + (f", {format_count(speed)} tokens/s" if speed else "")
     )
-
-
-def format_gib(size: float) -> str:
-    """Format GiB, small amounts in MiB."""
-    return f"{size:.2f} GiB" if size >= 0.1 else f"{size * 1024:.2f} MiB"
 
 
 def _wrap(text: str, width: int) -> list[str]:

@@ -107,7 +107,7 @@ def test_rows_beyond_the_top_are_counted(plan: Plan) -> None:
 def test_summary_is_one_line(plan: Plan) -> None:
     text = summarize(plan.to_json())
     assert "\n" not in text
-    for part in ("8xH100-80GB", "stage 3", "bf16", "micro-batch x accumulation 2 x 4", "GiB allocated of"):
+    for part in ("8xH100-80GB", "stage 3", "bf16", "micro-batch x accumulation 2 x 4", " GiB allocated of "):
         assert part in text
 
 
