@@ -55,6 +55,8 @@ PARTS = {
     "memory.simulation_workers": "simulate",
     "memory.simulation_text": "facts",
     "memory.roofline": "simulate",
+    "memory.timing": "facts",
+    "memory.rates": "facts",
     "memory.extrapolate": "simulate",
     "memory.quick": "simulate",
     "memory.estimate": "facts",
@@ -135,7 +137,7 @@ WITHOUT_TORCH = (
 )
 WITHOUT_TORCH += ("cuda_allocator", "run_lock", "data", "data.sources", "data.formats", "data.readers")
 WITHOUT_TORCH += ("memory", "memory.hardware", "memory.machine", "memory.estimate")
-WITHOUT_TORCH += ("memory.simulation", "memory.ledger")
+WITHOUT_TORCH += ("memory.simulation", "memory.ledger", "memory.timing", "memory.rates", "memory.estimate_time")
 WITHOUT_TORCH += ("memory.planning", "memory.calibration")
 WITHOUT_TORCH += ("memory.plan", "memory.planner", "memory.candidates", "memory.candidate_estimates", "memory.remedies")
 WITHOUT_TORCH += ("memory.host", "memory.quick", "memory.simulation_text", "report")

@@ -13,6 +13,7 @@ from fsdp_trainer.memory.candidates import combination, enumerate_candidates, wi
 from fsdp_trainer.memory.estimate_model import ModelShape, count_parameters
 from fsdp_trainer.memory.estimate_settings import StepSettings
 from fsdp_trainer.memory.estimate_step import estimate_step, phase_peaks, state_bytes
+from fsdp_trainer.memory.estimate_time import estimate_step_time
 from fsdp_trainer.memory.hardware import Hardware
 from fsdp_trainer.memory.host import host_memory
 from fsdp_trainer.memory.plan import GIB, QUALITIES, quality_of
@@ -114,7 +115,8 @@ class ClosedForm:
     def sketch(self, config: Config, *, order: int = 0) -> Sketch:
         """Work out the time of one combination."""
         settings = step_settings(config, self.shape, ranks=self.hardware.count, capability=self.capability)
-        seconds = _seconds(self.shape, settings, self.hardware)
+        time = estimate_step_time(self.shape, settings, self.hardware)
+        seconds = None if time is None else time.seconds
         return Sketch(config, settings, quality_of(config), seconds, self._floor(settings), order)
 
     def _floor(self, settings: StepSettings) -> float:
@@ -186,20 +188,3 @@ def by_preference(sketches: Iterable[Sketch], *, quality_first: bool) -> list[Sk
         return (sketch.rank if quality_first else 0, seconds, sketch.rank, sketch.order)
 
     return sorted(sketches, key=key)
-
-
-def _seconds(shape: ModelShape, settings: StepSettings, hardware: Hardware) -> float | None:
-    peak = hardware.bf16_flops or hardware.fp16_flops
-    if not peak:
-        return None
-    recomputed = sum(settings.is_checkpointed(i) for i in range(shape.layers)) / shape.layers
-    p, tokens = count_parameters(shape), settings.tokens * settings.micro_batches
-    compute = (6 + 2 * recomputed) * p * tokens / (0.7 * peak)
-    passes = 3 * settings.micro_batches if settings.zero_stage == 3 else 1 + settings.micro_batches
-    sent = passes * 2 * p * (settings.ranks > 1)
-    extra = 0.0
-    if settings.offload_params:
-        extra = settings.micro_batches * 10 * p / settings.shards / 20e9
-    elif settings.offload_optimizer:
-        extra = 30 * p / settings.shards / 20e9
-    return max(compute, sent / (0.75 * hardware.link_bandwidth)) + extra + 0.01 * settings.micro_batches

@@ -1,4 +1,4 @@
-"""What one optimizer step's memory depends on besides the model, for the closed form of estimate_step.py."""
+"""What one optimizer step depends on besides the model, for the closed forms of memory and time."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from fsdp_trainer.memory.estimate_model import Attention
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What a step's memory depends on besides the model; the words are those of the settings file.
+    """What a step's memory and time depend on besides the model; the words are those of the settings file.
 
     `attention` is the kernel of layers without a mask, `masked_attention` that of the `masked_layers`. Those take one
     of `masks` tables of `mask_rows` x seq_len x seq_len (a row each where documents are packed), see [Note: masks] in
@@ -39,9 +39,17 @@ class StepSettings:
     masked_layers: int = 0
     masks: int = 0
     mask_rows: int = 1
+    documents: int = 1  # of a packed row, of equal length
+    stepped: Recipe | None = None  # what the optimizer steps, where part of it is on the host
+    steps_on_device: bool = True
     evaluates: bool = False
     exports: bool = True
     export_bytes: int = 2
+
+    @property
+    def whole_recipe(self) -> Recipe:
+        """Bytes a parameter on host and device together."""
+        return self.stepped or self.recipe
 
     @property
     def tokens(self) -> int:

@@ -27,6 +27,8 @@ CPU_RANKS = 1
 MAX_GPUS_PER_NODE = 8
 # One adapter of 100 Gbit/s for the whole machine, where hardware.csv names no usual build: an assumption.
 NODE_ADAPTER_BYTES = 12.5e9
+# PCIe 4.0 with 16 lanes, for a card that the catalogue does not know: an assumption.
+PCIE_BYTES = 32e9
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class Hardware:
     divided by the ranks, and no rate of theirs is known (0).
     `usable_bytes` is what torch reports as the total of a GPU: its context and NCCL's buffers come out of it.
     `bf16_flops` is 0 where bf16 is only emulated. `link_bandwidth` is the slowest link on a ring through the GPUs of
-    one node (PCIe, where bridges join only pairs), `node_bandwidth` one GPU's share of the network.
+    one node (PCIe, where bridges join only pairs), `node_bandwidth` one GPU's share of the network, `pcie_bandwidth`
+    what joins a GPU and its host.
     """
 
     name: str
@@ -54,6 +57,7 @@ class Hardware:
     source: str
     fp16_flops: float = 0.0
     compute_capability: str = ""
+    pcie_bandwidth: float = 0.0
 
     @property
     def is_cpu(self) -> bool:
@@ -357,6 +361,7 @@ def _assemble(card: _Card, *, usable_gib: float, nodes: int, gpus_per_node: int)
         source=card.source,
         fp16_flops=card.fp16_tflops * 1e12,
         compute_capability=card.compute_capability,
+        pcie_bandwidth=card.pcie_gbs * 1e9,
     )
 
 
@@ -371,6 +376,7 @@ _FILE_NUMBERS = {
     "memory_gbs": ("memory_bandwidth", 1e9),
     "link_gbs": ("link_bandwidth", 1e9),
     "node_gbs": ("node_bandwidth", 1e9),
+    "pcie_gbs": ("pcie_bandwidth", 1e9),
 }
 _FILE_KEYS = {*_FILE_NUMBERS, "like", "name", "gpus_per_node", "nodes", "p2p", "compute_capability"}
 _NEEDED_ALONE = ("name", "usable_gib", "bf16_tflops", "memory_gbs", "link_gbs")
@@ -429,6 +435,7 @@ def _bare(numbers: Mapping[str, float], *, name: str, nodes: int, gpus_per_node:
         p2p=False,
         source="",
         fp16_flops=numbers["bf16_tflops"] * 1e12,
+        pcie_bandwidth=PCIE_BYTES,
     )
 
 

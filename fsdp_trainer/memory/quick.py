@@ -1,6 +1,6 @@
 """`simulate --quick`: the closed form of a whole configuration, with the keys of the full simulation, without torch.
 
-What has no closed form is null: what the allocator reserves, the smallest capacity it survives in, and time.
+What has no closed form is null: what the allocator reserves and the smallest capacity it survives in.
 """
 
 from collections.abc import Mapping
@@ -21,10 +21,12 @@ from fsdp_trainer.memory.estimate_model import (
 )
 from fsdp_trainer.memory.estimate_settings import StepSettings
 from fsdp_trainer.memory.estimate_step import Timeline, estimate_step, find_peak, phase_peaks, state_bytes
+from fsdp_trainer.memory.estimate_time import estimate_step_time
 from fsdp_trainer.memory.hardware import Hardware, read_overheads
 from fsdp_trainer.memory.host import ProcessParts, estimate_process, host_memory
 from fsdp_trainer.memory.ledger import PHASES
 from fsdp_trainer.memory.simulation import check_precision
+from fsdp_trainer.memory.timing import time_json
 from fsdp_trainer.units import format_bytes, format_count
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "bf16_pure": 2}
@@ -52,6 +54,7 @@ def simulate_quick(config: Config, hardware: Hardware, *, shape: ModelShape | No
     node = host_memory(parts, processes=ranks, data_workers=config.data.workers)
     needed, available = (node.peak, ranks * limit) if hardware.is_cpu else (allocated, limit)
     fits = False if needed > available else True if needed * ALLOCATOR_MARGIN <= available else None
+    time = estimate_step_time(shape, settings, hardware)
     return {
         "allocated_gib": _gib(allocated),
         "reserved_gib": None,
@@ -59,8 +62,7 @@ def simulate_quick(config: Config, hardware: Hardware, *, shape: ModelShape | No
         "host_gib": _gib(host_memory(parts).peak),
         "phases": {name: _gib(peaks[name]) if name in peaks else None for name in PHASES},
         "breakdown": {name: _gib(size) for name, size in alive.items()},
-        "step_seconds": None,
-        "tokens_per_second_per_gpu": None,
+        **time_json(time, tokens_a_rank=settings.tokens * settings.micro_batches),
         "fits": fits,
         "limit": _gib(limit),
         "config": config.to_dict(),
@@ -125,6 +127,9 @@ def step_settings(config: Config, shape: ModelShape, *, ranks: int, capability: 
         masked_layers=masked_layers,
         masks=masks,
         mask_rows=config.batch.micro_batch_size if config.data.packing else 1,
+        documents=2 if config.data.packing and config.data.seq_len >= 4 else 1,  # as the simulation's rows have
+        stepped=recipe_of(config),
+        steps_on_device=config.sharding.offload != "params" and config.optim.offload_step == "device",
         evaluates=config.data.eval is not None,
         exports=config.export.at_end,
         export_bytes=_BYTES[config.export.dtype],

@@ -46,7 +46,7 @@ def test_keys_are_the_full_simulations(tmp_path: Path) -> None:
     result = simulate_quick(make_config("llama-3.1-8b", tmp_path), parse_gpus("8xH100"))
     assert set(result) > KEYS and len(KEYS) == 11 and result["estimate"] is True
     assert set(result["phases"]) == set(PHASES) and set(result["breakdown"]) == set(CATEGORIES)
-    for unknown in ("reserved_gib", "min_capacity_gib", "step_seconds", "tokens_per_second_per_gpu"):
+    for unknown in ("reserved_gib", "min_capacity_gib"):
         assert result[unknown] is None
     assert result["phases"]["evaluate"] is None  # no data.eval
     assert sum(result["breakdown"].values()) == pytest.approx(result["allocated_gib"], abs=0.01)
