@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from fsdp_trainer.config import Config
+from fsdp_trainer.config_checks import check_model_path
 from fsdp_trainer.config_reading import check_command_flags
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.progress import log_line
@@ -57,6 +58,7 @@ def plan(
             values="neither --model.path nor a settings file with model.path",
             fix="such as --model.path Qwen/Qwen2.5-7B, or a folder with a config.json",
         )
+    check_model_path(settings.model.path)
     from fsdp_trainer.memory.planning import plan as plan_for
 
     found = plan_for(
@@ -98,7 +100,7 @@ def _timeline(found: Any) -> Any:
         return None
     from fsdp_trainer.memory.planning import timeline_of
 
-    return timeline_of(found.chosen, found.hardware)
+    return timeline_of(found)
 
 
 def _draw(found: Any, path: Path, *, quiet: bool) -> None:

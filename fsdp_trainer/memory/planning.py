@@ -14,7 +14,7 @@ from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.memory.calibration import calibrate_from
 from fsdp_trainer.memory.hardware import Hardware, detect, parse_gpus
 from fsdp_trainer.memory.machine import machine_bytes
-from fsdp_trainer.memory.plan import Candidate, Plan, Prefer
+from fsdp_trainer.memory.plan import Plan, Prefer
 from fsdp_trainer.memory.planner import plan as plan_on
 from fsdp_trainer.memory.quick import quick_timeline
 from fsdp_trainer.memory.simulation_cache import find_simulation
@@ -68,14 +68,18 @@ def plan_for_ranks(config: Config, *, ranks: int, ranks_per_node: int, on_cpu: b
     return plan_on(config, hardware, fixed=config.given, host_bytes=machine_bytes())
 
 
-def timeline_of(candidate: Candidate, hardware: Hardware) -> Timeline:
-    """Return (index, phase, bytes by category) over a run of `candidate`, by what its prediction rests on."""
-    if candidate.source == "closed form":
-        return quick_timeline(candidate.config, hardware)
-    found = find_simulation(candidate.config, hardware, expandable_segments=True)
-    if found is None:  # the user's cache cannot be written
-        found = simulate(candidate.config, hardware, expandable_segments=True)
-    return found.timeline
+def timeline_of(plan: Plan) -> Timeline:
+    """Return (index, phase, bytes by category) over the chosen run, by what its prediction rests on."""
+    chosen, factor = plan.chosen, plan.calibration.get("memory", 1.0)
+    assert chosen is not None
+    if chosen.source == "closed form":
+        found: Timeline = quick_timeline(chosen.config, plan.hardware)
+    else:
+        made = find_simulation(chosen.config, plan.hardware, expandable_segments=True)
+        if made is None:  # the user's cache cannot be written
+            made = simulate(chosen.config, plan.hardware, expandable_segments=True)
+        found = made.timeline
+    return [(at, phase, {kind: round(size * factor) for kind, size in kinds.items()}) for at, phase, kinds in found]
 
 
 def read_ram(text: str | int) -> int:
