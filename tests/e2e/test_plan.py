@@ -99,8 +99,9 @@ def test_measured_live_bytes_are_the_predicted_ones(written: list[str], folder: 
     settings = parse_settings((folder / "out" / "run.yaml").read_text(encoding="utf-8"), source="run.yaml")
     assert settings["sharding"]["zero_stage"] == 3  # what was given is kept
     settings["output_dir"] = str(folder / "measured")
-    half = models.Document(tuple(range(5, 5 + SEQ_LEN // 2)), (True,) * (SEQ_LEN // 2))
-    steps = [[[half, half]] * ROWS] * 2
+    size = SEQ_LEN // 2
+    half = models.Document(tuple(range(5, 5 + size)), (False, *(True,) * (size - 1)))  # nothing comes before its first
+    steps = [[[half, half]] * ROWS] * 2  # one window, twice
     measured: dict[str, float] = {}
     for _ in range(6):  # gloo's threads may let go of a tensor late, which only adds
         real = run_ranks(live_phases.measure_all, 2, {"plan": (settings, steps)}, timeout=200)[0]["plan"]

@@ -1,4 +1,4 @@
-"""The files of a plan: they load back to what was planned, overwrite nothing, and are known again when the run starts."""
+"""The files of a plan: they load back to what was planned, overwrite nothing, and are known when the run starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan as text and as HTML: all that was asked for is in it, at every width, and nothing of a value is taken for markup."""
+"""A plan as text and as HTML: all that was asked for is in it, at every width, and no value is taken for markup."""
 
 from __future__ import annotations
 

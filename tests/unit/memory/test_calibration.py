@@ -1,4 +1,4 @@
-"""A finished run's measurements as factors: up only for memory, both ways for time, and refused where they say nothing."""
+"""A finished run's measurements as factors: up only for memory, both ways for time, refused where they say nothing."""
 
 from __future__ import annotations
 
