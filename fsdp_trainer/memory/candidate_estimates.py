@@ -1,18 +1,20 @@
 """The closed form of very many combinations: what each takes and how long, no more of it worked out than is asked for.
 
-A time costs tens of microseconds and a timeline of memory some milliseconds, so combinations are ranked by time first,
-and memory is worked out from the best on. No torch.
+A time or a peak costs about a millisecond and there are thousands: memory grows with the micro-batch, so a few peaks a
+combination tell which micro-batches may fit, and only those are timed. No torch.
 """
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+import bisect
+import math
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdp_trainer.config import Config
 from fsdp_trainer.memory.candidates import combination, enumerate_candidates, with_settings
 from fsdp_trainer.memory.estimate_model import ModelShape, count_parameters
 from fsdp_trainer.memory.estimate_settings import StepSettings
-from fsdp_trainer.memory.estimate_step import estimate_step, phase_peaks, state_bytes
+from fsdp_trainer.memory.estimate_step import estimate_peaks, state_bytes
 from fsdp_trainer.memory.estimate_time import estimate_step_time
 from fsdp_trainer.memory.hardware import Hardware
 from fsdp_trainer.memory.host import host_memory
@@ -61,14 +63,16 @@ def _amount(size: float) -> str:
 
 @dataclass(frozen=True)
 class Sketch:
-    """A combination as far as ranking needs it. seconds: of a step, None where a rate is not known. floor: bytes a GPU
-    holds at least. order: its place in the enumeration, where those that do less work come first."""
+    """A combination as far as ranking needs it. seconds: of a step, None where a rate is not known or it cannot fit.
+    floor: bytes a GPU holds at least. may_fit: GPU memory may suffice. order: its place in the enumeration, where those
+    that do less work come first."""
 
     config: Config
     settings: StepSettings
     quality: str
     seconds: float | None
     floor: float
+    may_fit: bool
     order: int
 
     @property
@@ -91,7 +95,7 @@ class Judged:
 
 
 class ClosedForm:
-    """Works out time and memory of combinations of one model on given GPUs, and remembers what cannot fit."""
+    """Works out time and memory of combinations of one model on given GPUs, each once and only where it is needed."""
 
     def __init__(
         self,
@@ -105,19 +109,31 @@ class ClosedForm:
         self.shape, self.hardware, self.limits = shape, hardware, limits
         self.fixed, self.memory_factor = frozenset(fixed), memory_factor
         self.capability = None if hardware.is_cpu else hardware.capability
-        self._too_large: dict[Any, int] = {}
+        self._peaks: dict[StepSettings, dict[str, int]] = {}
 
     def sketch_all(self, config: Config) -> list[Sketch]:
-        """Return every combination that `config` leaves, with its time."""
-        found = enumerate_candidates(config, self.hardware, fixed=self.fixed)
-        return [self.sketch(candidate, order=order) for order, candidate in enumerate(found)]
+        """Return every combination that `config` leaves, with the time of those whose memory may fit."""
+        groups: dict[Any, list[tuple[int, Config, StepSettings]]] = {}
+        for order, made in enumerate(enumerate_candidates(config, self.hardware, fixed=self.fixed)):
+            settings = step_settings(made, self.shape, ranks=self.hardware.count, capability=self.capability)
+            # With more rows it holds more; where there is one micro-batch, no gradients wait for others.
+            group = combination(made), settings.micro_batches > 1
+            groups.setdefault(group, []).append((order, made, settings))
+        found = [sketch for group in groups.values() for sketch in self._sketch_group(group)]
+        return sorted(found, key=lambda sketch: sketch.order)
 
-    def sketch(self, config: Config, *, order: int = 0) -> Sketch:
-        """Work out the time of one combination."""
-        settings = step_settings(config, self.shape, ranks=self.hardware.count, capability=self.capability)
-        time = estimate_step_time(self.shape, settings, self.hardware)
-        seconds = None if time is None else time.seconds
-        return Sketch(config, settings, quality_of(config), seconds, self._floor(settings), order)
+    def _sketch_group(self, group: list[tuple[int, Config, StepSettings]]) -> Iterator[Sketch]:
+        """Sketch the micro-batches of one combination, which come largest first."""
+        floor = self._floor(group[0][2])
+        smallest_first = [settings for _, _, settings in reversed(group)]
+        fitting = 0
+        if floor <= self._most:
+            fitting = bisect.bisect_left(smallest_first, True, key=lambda s: self._allocated(s) > self._most)
+        for place, (order, config, settings) in enumerate(group):
+            may_fit = len(group) - place <= fitting
+            time = estimate_step_time(self.shape, settings, self.hardware) if may_fit else None
+            seconds = None if time is None else time.seconds
+            yield Sketch(config, settings, quality_of(config), seconds, floor, may_fit, order)
 
     def _floor(self, settings: StepSettings) -> float:
         """Bytes that are there together whatever the micro-batch: at rest, with weights or with gradients."""
@@ -126,28 +142,29 @@ class ClosedForm:
         rest = resident * (settings.recipe.weights * parameters + state_bytes(self.shape, settings.recipe))
         whole = 0 if not settings.keeps_gathered or settings.is_alone else settings.compute_bytes * parameters
         gradients = 0 if settings.offload_optimizer else resident * settings.recipe.gradients * parameters
-        return rest + max(whole, gradients)
+        return (rest + max(whole, gradients)) * self.memory_factor
+
+    def _find_peaks(self, settings: StepSettings) -> dict[str, int]:
+        # What the host alone holds changes nothing of a GPU's.
+        key = replace(settings, stepped=None)
+        if key not in self._peaks:
+            self._peaks[key] = estimate_peaks(self.shape, settings)
+        return self._peaks[key]
+
+    def _allocated(self, settings: StepSettings) -> float:
+        return max(self._find_peaks(settings).values()) * self.memory_factor
 
     def judge(self, sketch: Sketch) -> Judged:
-        """Work out memory, as far as it takes to say that a combination does not fit."""
-        if sketch.floor > self._most:
-            return Judged(sketch, sketch.config, sketch.floor)
-        group = self._group(sketch)
-        if sketch.settings.micro_batch_size >= self._too_large.get(group, sketch.settings.micro_batch_size + 1):
-            return Judged(sketch, sketch.config, sketch.floor)
-        return self.measure(sketch)
+        """Say whether a combination fits, and where that is not plain what it takes."""
+        return self.measure(sketch) if sketch.may_fit else Judged(sketch, sketch.config, sketch.floor)
 
     def measure(self, sketch: Sketch) -> Judged:
         """Work out memory in any case."""
-        peaks = phase_peaks(estimate_step(self.shape, sketch.settings))
-        allocated = max(peaks.values()) * self.memory_factor
+        peaks, allocated = self._find_peaks(sketch.settings), self._allocated(sketch.settings)
         config, host, host_rank = self._with_host(sketch, peaks)
         fits = None if allocated <= self._most else False
         if allocated * (1 + CLOSED_FORM_SHARE) <= self.limits.device:
             fits = True
-        if fits is False:
-            group = self._group(sketch)
-            self._too_large[group] = min(sketch.settings.micro_batch_size, self._too_large.get(group, 2**62))
         if self.limits.host is not None and host > self.limits.host:
             fits = False
         return Judged(sketch, config, allocated, host, host_rank, fits)
@@ -158,15 +175,13 @@ class ClosedForm:
         return self.limits.device * (1 + CLOSED_FORM_EXCESS)
 
     def _with_host(self, sketch: Sketch, peaks: dict[str, int]) -> tuple[Config, float, float]:
-        """Return the host's bytes; where they do not suffice, saves that keep no copy in the background may."""
+        """Return the host's bytes; where they do not suffice, with saves that keep no copy in the background."""
         config = sketch.config
         host, host_rank = self._host(config, sketch.settings, peaks)
         free = config.checkpoint.async_save and "checkpoint.async_save" not in self.fixed
         if self.limits.host is not None and host > self.limits.host and free:
-            waiting = with_settings(config, {"checkpoint.async_save": False})
-            less, less_rank = self._host(waiting, sketch.settings, peaks)
-            if less <= self.limits.host:
-                return waiting, less, less_rank
+            config = with_settings(config, {"checkpoint.async_save": False})
+            host, host_rank = self._host(config, sketch.settings, peaks)
         return config, host, host_rank
 
     def _host(self, config: Config, settings: StepSettings, peaks: dict[str, int]) -> tuple[float, float]:
@@ -174,17 +189,12 @@ class ClosedForm:
         node = host_memory(parts, processes=self.hardware.gpus_per_node, data_workers=config.data.workers)
         return node.peak, host_memory(parts).peak
 
-    def _group(self, sketch: Sketch) -> Any:
-        """All that a combination is but for its micro-batch: with more rows it holds more. The last micro-batch of one
-        differs from one of several, whose gradients wait."""
-        return combination(sketch.config), sketch.settings.micro_batches > 1
-
 
 def by_preference(sketches: Iterable[Sketch], *, quality_first: bool) -> list[Sketch]:
     """Sort the best first, by predicted time; where no time is known, by the order of the enumeration."""
 
     def key(sketch: Sketch) -> tuple[float, float, int, int]:
-        seconds = float("inf") if sketch.seconds is None else sketch.seconds
+        seconds = math.inf if sketch.seconds is None else sketch.seconds
         return (sketch.rank if quality_first else 0, seconds, sketch.rank, sketch.order)
 
     return sorted(sketches, key=key)

@@ -41,6 +41,8 @@ def enumerate_candidates(config: Config, hardware: Hardware, *, fixed: Collectio
     held = {name: setting(config, name) for name in fixed if name in SEARCHED}
     kept = [[option for option in options if _agrees(option, held)] for options in groups]
     for options in itertools.product(*kept):
+        if _is_double(options[1], options[2]) and "sharding.zero_stage" not in held:
+            continue
         made = with_settings(config, {name: value for option in options for name, value in option.items()})
         # Checked with one size: all of them divide the global batch.
         tried = with_settings(made, {"batch.micro_batch_size": sizes[-1]})
@@ -70,6 +72,11 @@ def micro_batch_sizes(config: Config, hardware: Hardware, *, fixed: Collection[s
     rows = config.batch.global_batch_size // hardware.count
     powers = (2**n for n in range(rows.bit_length()))
     return sorted({rows, *(size for size in powers if rows % size == 0)}, reverse=True)
+
+
+def _is_double(offload: Option, sharding: Option) -> bool:
+    """With an offload gradients are reduced in every micro-batch, so stage 1 is stage 2."""
+    return offload["sharding.offload"] != "none" and sharding["sharding.zero_stage"] == 1
 
 
 def _agrees(option: Option, held: Option) -> bool:
@@ -121,7 +128,7 @@ def _offloads(config: Config, hardware: Hardware, *, fixed: Collection[str]) -> 
 
 def _shardings(config: Config, hardware: Hardware, *, fixed: Collection[str]) -> list[Option]:
     """The stages, copies over nodes (HYBRID), and gathers of the backward within a node."""
-    stages = [(stage, 1, None) for stage in ((0, 1, 2, 3) if hardware.count > 1 else (0, 2, 3))]
+    stages = [(stage, 1, None) for stage in ((0, 1, 2, 3) if hardware.count > 1 else (0, 3))]
     if hardware.nodes > 1 and hardware.gpus_per_node > 1:
         stages += [(3, hardware.nodes, None), (3, 1, hardware.gpus_per_node)]
     names = ("sharding.zero_stage", "sharding.replicate", "sharding.reshard_after_forward")

@@ -3,8 +3,9 @@
 See [Note: streams] in timing.py for the order and rates.csv for the rates. No torch here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from fsdp_trainer.memory.estimate_model import ModelShape, count_parameters
 from fsdp_trainer.memory.estimate_settings import StepSettings
@@ -66,6 +67,7 @@ class _Step:
         table_back = rates.compute_events(embedding_backward(shape, settings))
         self.head = _Unit(head, rates.compute_events(forward), rates.compute_events(backward))
         self.embedding = _Unit(embedding, table, table_back)
+        self._made: dict[Any, list[Event]] = {}
 
     def _layer(self, index: int, parameters: int, known: dict[tuple[bool, bool, bool], _Unit]) -> _Unit:
         shape, settings = self.shape, self.settings
@@ -80,9 +82,27 @@ class _Step:
             known[key] = _Unit(parameters, *events)
         return known[key]
 
-    # Collectives
+    # Collectives, made once for units of one size
 
-    def gather(self, unit: _Unit, *, backward: bool) -> Iterator[Event]:
+    def gather(self, unit: _Unit, *, backward: bool) -> list[Event]:
+        """The gather of a unit's weights."""
+        return self._once(("gather", unit.parameters, backward), lambda: self._gather(unit, backward=backward))
+
+    def arrive(self, unit: _Unit) -> list[Event]:
+        """The wait for a unit's weights."""
+        return self._once(("arrive", unit.parameters), lambda: self._arrive(unit))
+
+    def reduce(self, unit: _Unit, *, first: bool, last: bool) -> list[Event]:
+        """What becomes of a unit's gradients after its backward."""
+        key = ("reduce", unit.parameters, first, last)
+        return self._once(key, lambda: self._reduce(unit, first=first, last=last))
+
+    def _once(self, key: Any, make: Callable[[], Iterator[Event]]) -> list[Event]:
+        if key not in self._made:
+            self._made[key] = list(make())
+        return self._made[key]
+
+    def _gather(self, unit: _Unit, *, backward: bool) -> Iterator[Event]:
         """What is queued before a unit's weights arrive: from the host where they rest there, then from other ranks."""
         settings = self.settings
         if settings.is_alone or not unit.parameters:
@@ -97,15 +117,14 @@ class _Step:
         sent = unit.parameters * settings.compute_bytes * (ranks - 1) / ranks
         yield Event("gather", self.rates.message_seconds(sent, ranks), self.rates.lane(ranks), ahead)
 
-    def arrive(self, unit: _Unit) -> Iterator[Event]:
+    def _arrive(self, unit: _Unit) -> Iterator[Event]:
         """Wait for a unit's weights and copy them to where the model computes with them."""
         if not self.settings.is_alone and unit.parameters:
             yield Event("arrive", 0.0)
             copies = gather_copies(unit.parameters, self.settings, shards=self.settings.shards)
             yield from self.rates.compute_events(copies)
 
-    def reduce(self, unit: _Unit, *, first: bool, last: bool) -> Iterator[Event]:
-        """What becomes of a unit's gradients after its backward."""
+    def _reduce(self, unit: _Unit, *, first: bool, last: bool) -> Iterator[Event]:
         settings, rates = self.settings, self.rates
         if not unit.parameters:
             return

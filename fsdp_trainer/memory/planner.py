@@ -38,7 +38,7 @@ SAME_TIME = 0.01
 BEATEN_BY = 0.03
 # Simulations: after so many the best that fits is taken; where none fits, so many more are tried.
 SIMULATIONS, MORE_SIMULATIONS = 8, 8
-# What the table shows of each quality, the fastest micro-batch of each combination; and faster ones that do not fit.
+# What the table shows of each quality, the fastest micro-batch of each combination; and nearest misses.
 SHOWN, SHOWN_TOO_LARGE = 6, 4
 
 Ask = Callable[[Sequence[Config]], list[Answer]]
@@ -292,61 +292,69 @@ def _calibrate(prediction: Mapping[str, Any], calibration: Mapping[str, float]) 
 def _list(
     sketches: Sequence[Sketch], closed: ClosedForm, question: _Question, simulated: Mapping[int, Candidate]
 ) -> dict[int, Candidate]:
-    """Return what the table shows, by order: all that was simulated; of each quality the fastest that fit, or the
-    nearest miss; and of the best quality that fits, faster ones that do not."""
+    """Return what the table shows, by order: all that was simulated; of each quality the fastest that fit, or else the
+    nearest miss; and of the best quality that fits, the nearest misses of other places for weights and optimizer."""
     listed = dict(simulated)
     has_fitting = False
     for quality in QUALITIES:
         own = by_preference((sketch for sketch in sketches if sketch.quality == quality), quality_first=True)
-        fitting, too_large = _fastest(own, closed, question, simulated)
-        if not fitting and own:
-            too_large = [_closest(own, closed)]
-        elif has_fitting or not fitting:
-            too_large = []
-        has_fitting = has_fitting or bool(fitting)
-        for judged in (*fitting, *(closed.measure(one.sketch) for one in too_large)):
+        shown = _fastest(own, closed, simulated)
+        if shown and not has_fitting:
+            placed = {_placement(judged.config) for judged in shown}
+            shown += _nearest_misses([sketch for sketch in own if _placement(sketch.config) not in placed], closed)
+            has_fitting = True
+        elif not shown:
+            shown = _nearest_misses(own, closed)[:1]
+        for judged in shown:
             if judged.sketch.order not in listed:
                 listed[judged.sketch.order] = _from_closed_form(judged, closed, question)
     return listed
 
 
-def _fastest(
-    own: Sequence[Sketch], closed: ClosedForm, question: _Question, simulated: Mapping[int, Candidate]
-) -> tuple[list[Judged], list[Judged]]:
-    """Walk one quality from the fastest on: the first micro-batch that fits of each combination, and what does not."""
+def _fastest(own: Sequence[Sketch], closed: ClosedForm, simulated: Mapping[int, Candidate]) -> list[Judged]:
+    """Walk one quality from the fastest on: the first micro-batch that fits of each combination, no two alike."""
     fitting: dict[Any, Judged] = {}
-    too_large: dict[Any, Judged] = {}
     for sketch in own:
         if len(fitting) == SHOWN:
             break
         group = combination(sketch.config)
-        if group in fitting:
-            continue
-        if (known := simulated.get(sketch.order)) is not None:
-            if known.fits:
-                fitting[group] = closed.measure(sketch)
+        known = simulated.get(sketch.order)
+        if group in fitting or (known is not None and not known.fits):
             continue
         judged = closed.judge(sketch)
-        if judged.fits is not False:
+        alike = any(
+            (other.sketch.seconds, other.allocated) == (sketch.seconds, judged.allocated) for other in fitting.values()
+        )
+        if known is not None or (judged.fits is not False and not alike):
             fitting[group] = judged
-        elif len(too_large) < SHOWN_TOO_LARGE and not fitting:
-            too_large.setdefault(group, judged)
-    return list(fitting.values()), list(too_large.values())
+    return list(fitting.values())
 
 
-def _closest(own: Sequence[Sketch], closed: ClosedForm) -> Judged:
-    """Return the nearest miss of combinations of which none fits."""
+def _placement(config: Config) -> tuple[Any, ...]:
+    sharding = config.sharding
+    return sharding.offload, sharding.zero_stage, sharding.replicate, sharding.reshard_after_forward
+
+
+def _nearest_misses(own: Sequence[Sketch], closed: ClosedForm) -> list[Judged]:
+    """Return for each placement, all of which do not fit, what misses least: the nearest first."""
+    if not own:
+        return []
     smallest = min(sketch.settings.micro_batch_size for sketch in own)
     lean = [sketch for sketch in own if sketch.settings.micro_batch_size == smallest]
-    # Those that hold least at rest, each with every way of checkpointing.
-    lean = sorted(lean, key=lambda sketch: (sketch.floor, sketch.order))[:24]
-    return min((closed.measure(sketch) for sketch in lean), key=lambda judged: _excess(judged, closed))
+    if full := [sketch for sketch in lean if sketch.settings.checkpointing == "full"]:
+        lean = full
+    nearest: dict[tuple[Any, ...], Judged] = {}
+    for judged in sorted((closed.measure(sketch) for sketch in lean), key=lambda judged: _excess(judged, closed)):
+        if judged.fits is False:
+            nearest.setdefault(_placement(judged.config), judged)
+    return list(nearest.values())[:SHOWN_TOO_LARGE]
 
 
-def _excess(judged: Judged, closed: ClosedForm) -> float:
-    """By what factor the shorter of the two memories is too small."""
+def _excess(judged: Judged, closed: ClosedForm) -> tuple[float, float]:
+    """By what factor each of the two memories is too small, the shorter first."""
     host = judged.host / max(1, closed.limits.host) if closed.limits.host is not None else 0.0
-    return max(judged.allocated / max(1, closed.limits.device), host)
+    device = judged.allocated / max(1, closed.limits.device)
+    return max(host, device), min(host, device)
 
 
 def _choose_quickly(

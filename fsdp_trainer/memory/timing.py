@@ -79,7 +79,8 @@ def time_step(micro_batches: Iterable[Part], update: Sequence[Event], *, data_se
         totals["matrices"] += times * alone["matrices"]
         totals["memory"] += times * alone["memory"]
         totals["network" if alone["network"] > alone["links"] else "links"] += times * exposed
-        totals["transfer"] += times * max(0.0, run_streams(events) - with_messages)
+        if alone["to device"] or alone["to host"] or alone["host"]:
+            totals["transfer"] += times * max(0.0, run_streams(events) - with_messages)
     last = _alone(update)
     on_host = last["host"] > last["matrices"] + last["memory"]
     optimizer = max(last["host"], last["matrices"] + last["memory"])
@@ -135,14 +136,14 @@ def run_streams(events: Sequence[Event], *, transfers: bool = True) -> float:
             continue
         if kind == "reduce":
             now = max(now, scattered)
-        start = {
-            "gather": max(copied_out[-ahead], moved),
-            "to device": copied_out[-ahead],
-            "reduce": now,
-            "sum": max(now, reduced),
-            "to host": max(now, reduced),
-            "host": moved,
-        }[kind]
+        if kind == "gather":
+            start = max(copied_out[-ahead], moved)
+        elif kind == "to device":
+            start = copied_out[-ahead]
+        elif kind == "reduce":
+            start = now
+        else:  # sum and to host go after the reduction, host after what has moved
+            start = moved if kind == "host" else max(now, reduced)
         end = free[lane] = max(start, free.get(lane, 0.0)) + seconds
         if kind == "gather":
             arrivals.append(end)
