@@ -18,7 +18,8 @@ def _holders(tensor: Any) -> int:
 def measure(run_settings: dict[str, Any], steps: Sequence[Sequence[Any]]) -> dict[str, int]:
     """Build the run, take a step over each of `steps` (rows of documents), evaluate, copy for a save.
 
-    The same rows twice are one window, as where a simulation makes its own. Return each phase's peak bytes; of the save, what it adds. Writing the copy is another thread's and not seen.
+    The same rows twice are one window, as where a simulation makes its own. Return each phase's peak bytes; of the
+    save, what it adds. Writing the copy is another thread's and not seen.
     """
     import gc
     import time
