@@ -62,7 +62,7 @@ def test_settings_file_with_names_loads_back() -> None:
 
 
 def command(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": str(cwd / "cache")}
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     environ.pop("COLUMNS", None)
     words = (sys.executable, "-m", "fsdp_trainer", "plan", *words)
     return subprocess.run(words, capture_output=True, text=True, env=environ, cwd=cwd, check=False)
