@@ -4,6 +4,7 @@ Nothing here imports torch, so help and errors answer in well under a second.
 """
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -165,8 +166,11 @@ def simulate(
     ] = None,
     config: Annotated[Path | None, typer.Option(help="Settings file (YAML).", metavar="RUN.YAML")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
-    expandable: Annotated[
-        bool, typer.Option("--expandable-segments", help="As with PYTORCH_ALLOC_CONF=expandable_segments:True.")
+    classic: Annotated[
+        bool,
+        typer.Option(
+            "--classic-segments", help="As with PYTORCH_ALLOC_CONF=expandable_segments:False; a run has True."
+        ),
     ] = False,
     quick: Annotated[
         bool, typer.Option("--quick", help="Closed form: an estimate, at once, of the common architectures.")
@@ -176,7 +180,7 @@ def simulate(
     ] = None,
 ) -> None:
     """Say what a run would take on GPUs you name, by running it on fake tensors: needs a config.json and no GPU."""
-    flags = ("--config", "--gpus", "--json", "--expandable-segments", "--quick", "--picture")
+    flags = ("--config", "--gpus", "--json", "--classic-segments", "--quick", "--picture")
     check_command_flags(context.args, root=Config, flags=flags)
     if as_json and picture == "-":
         raise ConfigError("JSON and a picture do not go together.", values="--json --picture -", fix="name a file")
@@ -185,7 +189,7 @@ def simulate(
 
     hardware = parse_gpus(gpus) if gpus is not None else detect()
     settings.check_world(hardware.count)
-    result, text, timeline = (_quick if quick else _simulate)(settings, hardware, expandable, picture is not None)
+    result, text, timeline = (_quick if quick else _simulate)(settings, hardware, classic, picture is not None)
     print(json.dumps(result, indent=2) if as_json else text)
     if picture == "-":
         from fsdp_trainer.report.memory_picture import format_memory
@@ -199,28 +203,29 @@ def simulate(
         log_line(f"picture: {path}", is_main=not as_json)
 
 
-def _quick(settings: Config, hardware: Any, expandable: bool, with_timeline: bool) -> tuple[dict[str, Any], str, Any]:
+def _quick(settings: Config, hardware: Any, classic: bool, with_timeline: bool) -> tuple[dict[str, Any], str, Any]:
     from fsdp_trainer.memory.quick import format_quick, quick_timeline, simulate_quick
 
-    if expandable:
+    if classic:
         raise ConfigError(
-            "The closed form knows no allocator.", values="--quick --expandable-segments", fix="leave out one of them"
+            "The closed form knows no allocator.", values="--quick --classic-segments", fix="leave out one of them"
         )
     result = simulate_quick(settings, hardware)
     return result, format_quick(result), quick_timeline(settings, hardware) if with_timeline else None
 
 
-def _simulate(
-    settings: Config, hardware: Any, expandable: bool, with_timeline: bool
-) -> tuple[dict[str, Any], str, Any]:
+def _simulate(settings: Config, hardware: Any, classic: bool, with_timeline: bool) -> tuple[dict[str, Any], str, Any]:
+    from fsdp_trainer.memory.simulation_process import hide_gpus
+
+    hide_gpus(os.environ)  # before torch is imported
     if with_timeline:  # what the cache keeps has none
         from fsdp_trainer.memory.simulate import simulate
 
-        found = simulate(settings, hardware, expandable_segments=expandable)
+        found = simulate(settings, hardware, expandable_segments=not classic)
     else:
         from fsdp_trainer.memory.simulation_cache import simulate_cached
 
-        found = simulate_cached(settings, hardware, expandable_segments=expandable)
+        found = simulate_cached(settings, hardware, expandable_segments=not classic)
     result = found.to_json()
     timeline = found.ledger.timeline if found.ledger is not None else None
     return result, format_simulation(result, gpus=str(hardware), on_cpu=hardware.is_cpu), timeline

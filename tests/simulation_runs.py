@@ -79,6 +79,19 @@ def extrapolate_and_simulate(cases: dict[str, Any], gpus: str) -> dict[str, tupl
     return found
 
 
+def reserved(values: Any, gpus: str) -> tuple[int, int, int]:
+    """Return what is reserved by default, and what the allocator's replay says of both kinds of segments."""
+    from fsdp_trainer import Config
+    from fsdp_trainer.memory.allocator import replay
+    from fsdp_trainer.memory.hardware import parse_gpus
+    from fsdp_trainer.memory.simulate import allocator_events, simulate
+
+    found = simulate(Config.from_dict(values), parse_gpus(gpus))
+    assert found.ledger is not None
+    events = allocator_events(found.ledger)
+    return found.reserved, replay(events, expandable=True).reserved, replay(events, expandable=False).reserved
+
+
 def both_targets(values: Any) -> tuple[dict[str, int], dict[str, int], int]:
     """Return each phase's peak as on a GPU of capability 8.0 and as on a CPU, which real ranks are compared with; and
     the bytes of the rows, which lie on the host of a GPU."""
@@ -132,4 +145,4 @@ def keys(cases: dict[str, tuple[Any, str]]) -> dict[str, str]:
     from fsdp_trainer.memory.hardware import parse_gpus
     from fsdp_trainer.memory.simulation_cache import content_key
 
-    return {n: content_key(Config.from_dict(s), parse_gpus(gpus), False) for n, (s, gpus) in cases.items()}
+    return {n: content_key(Config.from_dict(s), parse_gpus(gpus), True) for n, (s, gpus) in cases.items()}

@@ -54,7 +54,7 @@ PARTS = {
     "memory.simulation_cache": "simulate",
     "memory.simulation_workers": "simulate",
     "memory.simulation_text": "facts",
-    "memory.roofline": "simulate",
+    "memory.traced_time": "simulate",
     "memory.timing": "facts",
     "memory.rates": "facts",
     "memory.extrapolate": "simulate",

@@ -17,16 +17,17 @@ from fsdp_trainer.memory.estimate_work import (
     gather_copies,
     layer_backward,
     layer_forward,
+    layer_recomputed,
     loss_backward,
     loss_forward,
     reduce_copies,
+    update_stretch,
 )
 from fsdp_trainer.memory.hardware import Hardware
 from fsdp_trainer.memory.rates import Rates, Stretch, read_rates
 from fsdp_trainer.memory.timing import Event, Part, StepTime, time_step
 
-# How often a byte of the optimizer's temporaries is written or read.
-WIDENED_MOVES = 3
+TENSORS = 8  # of a layer, about; of those that leave one by one
 
 
 def estimate_step_time(shape: ModelShape, settings: StepSettings, hardware: Hardware) -> StepTime | None:
@@ -77,7 +78,7 @@ class _Step:
             forward = layer_forward(shape, settings, index=index)
             backward = layer_backward(shape, settings, index=index)
             if recomputed:
-                backward.add(forward)
+                backward.add(layer_recomputed(shape, settings, index=index))
             events = self.rates.compute_events(forward), self.rates.compute_events(backward)
             known[key] = _Unit(parameters, *events)
         return known[key]
@@ -129,9 +130,6 @@ class _Step:
         if not unit.parameters:
             return
         local = unit.parameters / settings.shards
-        if settings.is_alone:
-            yield from self._to_host(local * settings.compute_bytes, first=first, unit=unit)
-            return
         if not settings.reduces_every_micro_batch and not last:
             moved = unit.parameters * (settings.compute_bytes + settings.reduce_bytes * (1 if first else 2))
             yield from rates.compute_events(Stretch(moved=moved, operations=4))
@@ -148,13 +146,24 @@ class _Step:
             lane = rates.lane(replicas, stride=settings.shards)
             yield Event("sum", rates.message_seconds(sent, replicas, stride=settings.shards), lane)
         if settings.offload_params or settings.offload_optimizer:
-            yield from self._to_host(local * settings.recipe.gradients, first=first, unit=unit)
+            yield from self._to_host(local * settings.recipe.gradients, first=first)
 
-    def _to_host(self, size: float, *, first: bool, unit: _Unit) -> Iterator[Event]:
+    def _to_host(self, size: float, *, first: bool) -> Iterator[Event]:
         yield Event("to host", self.rates.pcie_seconds(size), "to host")
         if not first:  # added to what is there: two sums read, one written
-            total = 12.0 * unit.parameters / self.settings.shards
-            yield Event("host", self.rates.host_seconds(total), "host")
+            yield Event("host", self.rates.host_seconds(3 * size), "host")
+
+    def leave(self, unit: _Unit, *, first: bool) -> Iterator[Event]:
+        """Run a unit's backward where gradients leave one by one: some of them beside the rest of it."""
+        settings = self.settings
+        size = unit.parameters * settings.compute_bytes / TENSORS
+        sums = settings.reduce_bytes * (1 if first else 2) * unit.parameters / TENSORS + size
+        lands_apart = not first or settings.reduce_bytes > settings.compute_bytes
+        for _ in range(TENSORS):
+            yield from (event._replace(seconds=event.seconds / TENSORS) for event in unit.backward)
+            yield Event("to host", self.rates.pcie_seconds(size), "to host")
+            if lands_apart:
+                yield Event("host", self.rates.host_seconds(sums), "host")
 
     # Parts of a step
 
@@ -187,6 +196,10 @@ class _Step:
         waiting = [*reversed(self.layers), *([] if self.shape.tied else [begin])]
         if gathers:
             yield from self.gather(waiting[0], backward=True)
+        if self.settings.is_alone:
+            for unit in (head, *waiting):
+                yield from self.leave(unit, first=first)
+            return
         yield from head.backward
         if not self.shape.tied:
             yield from self.reduce(head, first=first, last=last)
@@ -203,37 +216,26 @@ class _Step:
 
     def update(self) -> list[Event]:
         """Clipping and the optimizer's step, on the GPU or on the host."""
-        settings, rates = self.settings, self.rates
+        settings, rates, recipe = self.settings, self.rates, self.settings.whole_recipe
         parameters = count_parameters(self.shape) / settings.shards
-        on_host = settings.offload_params or settings.offload_optimizer
-        gradients = settings.whole_recipe.gradients
-        measured = parameters * gradients  # the norm reads them
-        stepped = self._stepped(parameters)
-        if not on_host:
-            moved = 3 * measured + stepped
-            return rates.compute_events(Stretch(moved=moved, operations=60))
-        if settings.offload_params:
-            return [Event("host", rates.host_seconds(3 * measured + stepped), "host")]
+        gradients = parameters * recipe.gradients
+        stepped = update_stretch(self.shape, settings)
+        if not settings.offload_optimizer:  # the norm reads them, the clipping reads and writes
+            stepped.moved += 3 * gradients
+            stepped.operations += 20
+            if settings.offload_params:
+                return [Event("host", rates.host_seconds(stepped.moved), "host")]
+            return rates.compute_events(stepped)
         weights = parameters * settings.compute_bytes
+        # Clipped one by one, and copied to the dtype that the device computes in.
+        stepped.moved += 2 * gradients + parameters * recipe.weights + weights
         if not settings.steps_on_device:
-            return [
-                Event("host", rates.host_seconds(3 * measured + stepped + 2 * weights), "host"),
-                Event("to device", rates.pcie_seconds(weights), "to device"),
-            ]
-        states = (
-            parameters * settings.whole_recipe.weights
-            + state_bytes(self.shape, settings.whole_recipe) / settings.shards
-        )
+            host = rates.host_seconds(gradients + stepped.moved)
+            return [Event("host", host, "host"), Event("to device", rates.pcie_seconds(weights), "to device")]
+        kept = parameters * recipe.weights + state_bytes(self.shape, recipe) / settings.shards
         return [
-            Event("host", rates.host_seconds(measured), "host"),
-            *rates.compute_events(Stretch(moved=stepped + 2 * weights, operations=60)),
-            Event("to device", rates.pcie_seconds(states + measured), "to device"),
-            Event("to host", rates.pcie_seconds(states), "to host"),
+            Event("host", rates.host_seconds(gradients), "host"),
+            *rates.compute_events(stepped),
+            Event("to device", rates.pcie_seconds(kept + gradients), "to device"),
+            Event("to host", rates.pcie_seconds(kept), "to host"),
         ]
-
-    def _stepped(self, parameters: float) -> float:
-        """Bytes of the update: gradients read, weights and state read and written, more where a piece is widened."""
-        settings, recipe = self.settings, self.settings.whole_recipe
-        state = state_bytes(self.shape, recipe) / settings.shards
-        moved = parameters * (recipe.gradients + 2 * recipe.weights) + 2 * state
-        return moved + parameters * WIDENED_MOVES * settings.piece_bytes

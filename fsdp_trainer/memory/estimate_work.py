@@ -4,8 +4,14 @@ Products are exact. Bytes follow Transformers' modeling files run eagerly, opera
 counts them. No torch here.
 """
 
-from fsdp_trainer.memory.estimate import HEAD_ROWS
-from fsdp_trainer.memory.estimate_model import Attention, ModelShape, count_layer_parameters
+from fsdp_trainer.memory.estimate import ADAMW_8BIT_STATE, HEAD_ROWS, STEP_PIECE, Recipe
+from fsdp_trainer.memory.estimate_model import (
+    Attention,
+    ModelShape,
+    count_layer_parameters,
+    count_matrices,
+    count_parameters,
+)
 from fsdp_trainer.memory.estimate_settings import StepSettings
 from fsdp_trainer.memory.rates import Stretch
 
@@ -43,6 +49,19 @@ def layer_backward(shape: ModelShape, settings: StepSettings, *, index: int) -> 
     stretch.moved = _layer_moved(shape, settings, index=index, backward=True)
     stretch.operations = LAYER_OPERATIONS[1] + shape.rules.norms * NORM_OPERATIONS[shape.rules.norm][1]
     stretch.operations += ROTARY_OPERATIONS[1]
+    return stretch
+
+
+def layer_recomputed(shape: ModelShape, settings: StepSettings, *, index: int) -> Stretch:
+    """Return what checkpointing runs again: the forward up to the last tensor that is needed (torch stops there).
+
+    That is the last product's input, so that product and the sum with the residual stream are not.
+    """
+    stretch, b = layer_forward(shape, settings, index=index), settings.compute_bytes
+    if index < shape.dense_layers:
+        stretch.matrices[settings.tokens, shape.hidden, shape.ffn, b] -= 1
+        stretch.moved -= 3 * b * settings.tokens * shape.hidden
+        stretch.operations -= 2
     return stretch
 
 
@@ -176,15 +195,40 @@ def embedding_backward(shape: ModelShape, settings: StepSettings) -> Stretch:
 def gather_copies(parameters: float, settings: StepSettings, *, shards: int) -> Stretch:
     """Return the cast of a unit's shard and, gathered, its copy to where the model computes with it."""
     rest, b = settings.recipe.weights, settings.compute_bytes
-    cast = parameters / shards * (rest + b)
-    return Stretch(moved=cast + (2 * b * parameters if shards > 1 else 0), operations=6)
+    cast = (rest + b) / shards if rest != b or shards > 1 else 0
+    return Stretch(moved=parameters * (cast + 2 * b), operations=6)
 
 
 def reduce_copies(parameters: float, settings: StepSettings, *, accumulates: bool) -> Stretch:
     """Return the copy of a unit's gradients into the reduction's buffer, and what becomes of the reduced shard."""
     b, wide, shards = settings.compute_bytes, settings.reduce_bytes, settings.shards
-    moved = parameters * (b + wide) + parameters / shards * wide * (2 + (1 if accumulates else 0))
+    moved = parameters * (b + wide) + parameters / shards * wide * (2 + 3 * accumulates)
     return Stretch(moved=moved, operations=8)
+
+
+# Bytes an element that an update reads and writes: torch's fused kernel on fp32, its foreach kernels, and bitsandbytes'
+# with the copies that let a step be skipped. Where bf16 is kept: widened, and rounded stochastically.
+FUSED, FOREACH, IN_8BIT = 28.0, 76.0, 50.0
+WIDENING, ROUNDING = 6.0, 68.0
+
+
+def update_stretch(shape: ModelShape, settings: StepSettings) -> Stretch:
+    """Return an optimizer's step over a rank's shards, wherever it runs; clipping is not in it."""
+    recipe = settings.whole_recipe
+    matrices = count_matrices(shape) / settings.shards
+    rest = count_parameters(shape) / settings.shards - matrices
+    of_rest = recipe.optimizer_state if recipe.vector_state is None else recipe.vector_state
+    moved = matrices * _update_bytes(recipe, recipe.optimizer_state) + rest * _update_bytes(recipe, of_rest)
+    pieces = (matrices + rest) / STEP_PIECE + 9 * shape.layers
+    return Stretch(moved=moved, operations=25 * pieces if settings.piece_bytes else 10)
+
+
+def _update_bytes(recipe: Recipe, state: float) -> float:
+    in_8bit, narrow_state = state == ADAMW_8BIT_STATE, state == 4.0
+    narrow = (recipe.weights < 4) + 2 * narrow_state
+    moved = IN_8BIT if in_8bit else FOREACH if recipe.step else FUSED
+    moved += narrow * (WIDENING + ROUNDING)
+    return moved + (WIDENING if recipe.gradients < 4 and (narrow or in_8bit) else 0.0)
 
 
 def count_units(shape: ModelShape) -> tuple[int, list[int], int]:

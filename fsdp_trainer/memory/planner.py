@@ -7,7 +7,7 @@ processes of their own, and what the user's cache has needs none.
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ from fsdp_trainer.memory.plan import GIB, QUALITIES, Candidate, Plan, Prefer
 from fsdp_trainer.memory.quick import simulate_quick
 from fsdp_trainer.memory.remedies import find_remedies
 from fsdp_trainer.memory.simulation import Simulation, capability_of, check_precision
-from fsdp_trainer.memory.simulation_workers import WORKERS, Answer, simulation_workers
+from fsdp_trainer.memory.simulation_workers import WORKERS, Ask, simulation_workers
 
 # Times closer than this are the same: of those the plan takes the best quality, then the least memory.
 SAME_TIME = 0.01
@@ -40,8 +40,6 @@ BEATEN_BY = 0.03
 SIMULATIONS, MORE_SIMULATIONS = 8, 8
 # What the table shows of each quality, the fastest micro-batch of each combination; and nearest misses.
 SHOWN, SHOWN_TOO_LARGE = 6, 4
-
-Ask = Callable[[Sequence[Config]], list[Answer]]
 
 
 def plan(
@@ -70,7 +68,7 @@ def plan(
     chosen: Candidate | None = None
     simulated: dict[int, Candidate] = {}
     if not quick:
-        with simulation_workers(hardware) as ask:
+        with simulation_workers() as ask:
             simulated = _simulate_best(sketches, closed, question, ask)
         chosen = _best(simulated, question)
     listed = _list(sketches, closed, question, simulated)
@@ -170,7 +168,7 @@ def _simulate_best(
         wanted = _next(sketches, closed, question, search, best)
         if not wanted:
             break
-        for judged, answer in zip(wanted, ask([judged.config for judged in wanted]), strict=True):
+        for judged, answer in zip(wanted, ask([judged.config for judged in wanted], question.hardware), strict=True):
             if isinstance(answer, FsdpTrainerError):
                 search.refused[judged.sketch.order] = answer
             else:

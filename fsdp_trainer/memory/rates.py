@@ -18,6 +18,13 @@ TILE = 128  # rows and columns of a product that one multiprocessor makes at onc
 SPLITS = (1, 2, 4, 8)  # parts of the inner dimension that several multiprocessors may share
 
 
+def causal_pairs(length: float, window: float | None = None) -> float:
+    """Return how many keys a query of a row looks at, on average: those before it, `window` at most."""
+    if window is None or window >= length:
+        return length / 2
+    return window * (1 - window / (2 * length))
+
+
 @dataclass
 class Stretch:
     """What operations that run one after the other ask of a GPU; shapes and bytes, no time.

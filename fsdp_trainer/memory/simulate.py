@@ -8,18 +8,19 @@ from fsdp_trainer.memory.allocator import Replay, replay, smallest_capacity
 from fsdp_trainer.memory.hardware import Hardware, read_overheads
 from fsdp_trainer.memory.host import WORKER_BYTES, HostMemory, ProcessParts, host_memory, loading_bytes
 from fsdp_trainer.memory.ledger import Ledger
-from fsdp_trainer.memory.roofline import predict_seconds
 from fsdp_trainer.memory.simulation import Simulation, capability_of, check_known, check_precision
 from fsdp_trainer.memory.traced_run import Trace, trace_run
+from fsdp_trainer.memory.traced_time import time_traced
 
 
-def simulate(config: Config, hardware: Hardware, *, expandable_segments: bool = False) -> Simulation:
+def simulate(config: Config, hardware: Hardware, *, expandable_segments: bool = True) -> Simulation:
     """Run rank 0 of `config` on fake tensors and say what it takes on `hardware`.
 
-    `expandable_segments` replays torch's allocator with PYTORCH_ALLOC_CONF=expandable_segments:True. Rows are full and
-    every token is supervised, which is the most a window can take. Raises ConfigError for a model that cannot be
-    trained, and for a technique whose memory is not known here. No run may be active in this process, and no backward
-    may have run: `fsdp_trainer.simulate` (simulation_process.py) does this in a process of its own.
+    `expandable_segments` replays torch's allocator as a run sets it (cuda_allocator.py); False its own default, with
+    segments of a fixed size. Rows are full and every token is supervised, which is the most a window can take. Raises
+    ConfigError for a model that cannot be trained, and for a technique whose memory is not known here. No run may be
+    active in this process, and no backward may have run: `fsdp_trainer.simulate` (simulation_process.py) does this in a
+    process of its own.
     """
     check_known(config)
     check_precision(config.precision, hardware)
@@ -44,10 +45,7 @@ def summarize(trace: Trace, config: Config, hardware: Hardware, *, expandable_se
         events = allocator_events(trace.device)
         unlimited = replay(events, expandable=expandable_segments)
         reserved, least = unlimited.reserved, _least(events, unlimited, expandable=expandable_segments)
-    seconds = None
-    if trace.work is not None:
-        seconds = predict_seconds(trace.work, hardware, half=config.precision != "fp32")
-    tokens = config.batch.global_batch_size * config.data.seq_len
+    time = None if trace.work is None else time_traced(trace.work, hardware)
     return Simulation(
         allocated=allocated,
         reserved=reserved,
@@ -56,8 +54,8 @@ def summarize(trace: Trace, config: Config, hardware: Hardware, *, expandable_se
         limit=hardware.usable_bytes - hardware.outside_bytes,
         phases=trace.device.phases,
         breakdown=trace.device.breakdown(),
-        step_seconds=seconds,
-        tokens_per_second_per_gpu=tokens / seconds / hardware.count if seconds else None,
+        step_time=time,
+        tokens_per_rank=config.batch.global_batch_size * config.data.seq_len // hardware.count,
         config=config.to_dict(),
         ledger=trace.device,
         timeline=trace.device.outline,

@@ -8,6 +8,7 @@ from fsdp_trainer.config import Config
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.memory.hardware import Hardware
 from fsdp_trainer.memory.ledger import PHASES, Ledger
+from fsdp_trainer.memory.timing import StepTime, time_json
 
 GIB = 2**30
 # Techniques whose memory the simulation is known to follow, each by a test. A new one is added with its test.
@@ -28,13 +29,13 @@ KNOWN: Mapping[str, frozenset[Any]] = {
 
 @dataclass(frozen=True)
 class Simulation:
-    """The memory and, predicted by a roofline, the time of one rank; bytes and seconds.
+    """The memory and the predicted time of one rank; bytes and seconds.
 
     allocated: peak of live tensors and kernel workspaces. reserved: what torch's allocator holds for that if it may
     keep all it wants. min_capacity: the least it gets through with, giving cached blocks back in need. host: memory of
-    the rank's process. limit: what is left for the allocator once context and NCCL have theirs. phases: peak
-    allocated bytes in each. breakdown: bytes at the peak, by category. timeline: the ledger's outline, which the cache
-    keeps.
+    the rank's process. tokens_per_rank: of one optimizer step. limit: what is left for the allocator once context and
+    NCCL have theirs. phases: peak allocated bytes in each. breakdown: bytes at the peak, by category. timeline: the
+    ledger's outline, which the cache keeps.
 
     Ranks on CPU have one memory for tensors and processes, and no caching allocator: reserved is allocated, host holds
     the tensors too, min_capacity is the machine's fullest moment (all processes, data workers included) divided by the
@@ -48,11 +49,21 @@ class Simulation:
     limit: int
     phases: Mapping[str, int]
     breakdown: Mapping[str, int]
-    step_seconds: float | None
-    tokens_per_second_per_gpu: float | None
+    step_time: StepTime | None
+    tokens_per_rank: int
     config: Mapping[str, Any]
     ledger: Ledger | None = field(default=None, repr=False, compare=False)
     timeline: Sequence[tuple[int, str, Mapping[str, int]]] = field(default=(), repr=False, compare=False)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Predicted seconds of an optimizer step; None where a rate of these GPUs is not known."""
+        return None if self.step_time is None else self.step_time.seconds
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float | None:
+        """Predicted tokens a second of each GPU."""
+        return None if self.step_time is None else self.tokens_per_rank / self.step_time.seconds
 
     @property
     def fits(self) -> bool:
@@ -68,8 +79,7 @@ class Simulation:
             "host_gib": self.host / GIB,
             "phases": {phase: self.phases[phase] / GIB if phase in self.phases else None for phase in PHASES},
             "breakdown": {category: size / GIB for category, size in self.breakdown.items()},
-            "step_seconds": self.step_seconds,
-            "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
+            **time_json(self.step_time, tokens_a_rank=self.tokens_per_rank),
             "fits": self.fits,
             "limit": self.limit / GIB,
             "config": self.config,

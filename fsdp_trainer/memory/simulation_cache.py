@@ -17,6 +17,7 @@ from typing import Any
 from fsdp_trainer.config import Config, ModelConfig
 from fsdp_trainer.memory.hardware import Hardware
 from fsdp_trainer.memory.simulation import Simulation, check_known
+from fsdp_trainer.memory.timing import StepTime
 
 _LIBRARIES = ("torch", "transformers", "accelerate")
 # Settings that change neither what is held nor for how long; a path's content is in the model's config.
@@ -24,7 +25,7 @@ _NO_MATTER = ("output_dir", "log", "schedule", "profile", "rehearse")
 
 
 def simulate_cached(
-    config: Config, hardware: Hardware, *, expandable_segments: bool = False, folder: Path | None = None
+    config: Config, hardware: Hardware, *, expandable_segments: bool = True, folder: Path | None = None
 ) -> Simulation:
     """Return the simulation from `folder` (default: the user's cache), or make it and leave it there.
 
@@ -38,6 +39,7 @@ def simulate_cached(
 
     made = simulate(config, hardware, expandable_segments=expandable_segments)
     values = {name: value for name, value in vars(made).items() if name not in ("ledger", "config")}
+    values["step_time"] = asdict(made.step_time) if made.step_time else None
     _write(_place(config, hardware, expandable_segments, folder), values)
     return made
 
@@ -47,7 +49,11 @@ def find_simulation(
 ) -> Simulation | None:
     """Return the simulation that `folder` (default: the user's cache) has, without a ledger; None where it has none."""
     found = _read(_place(config, hardware, expandable_segments, folder))
-    return None if found is None else Simulation(**{**found, "config": config.to_dict()})
+    if found is None:
+        return None
+    found["config"] = config.to_dict()
+    found["step_time"] = StepTime(**found["step_time"]) if found["step_time"] else None
+    return Simulation(**found)
 
 
 def _place(config: Config, hardware: Hardware, expandable_segments: bool, folder: Path | None) -> Path:

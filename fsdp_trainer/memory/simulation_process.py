@@ -10,7 +10,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from fsdp_trainer.config import Config
@@ -26,13 +26,14 @@ _OF_A_RUN = (
 )
 
 
-def simulate(config: Config, hardware: Hardware | str, *, expandable_segments: bool = False) -> Simulation:
+def simulate(config: Config, hardware: Hardware | str, *, expandable_segments: bool = True) -> Simulation:
     """Say what a run of `config` takes on `hardware`: memory by phase and kind, whether it fits, the time of a step.
 
     `hardware` is what `--gpus` takes, such as "8xH100-80GB" or the path of a YAML file, or a Hardware. Needs a
-    config.json: no GPU, no weights, no tokenizer. `expandable_segments` replays torch's allocator with
-    PYTORCH_ALLOC_CONF=expandable_segments:True. Runs in a process of its own, which takes some seconds to start; may be
-    called before, during and after a training run. Raises ConfigError for what cannot be trained or is not known.
+    config.json: no GPU, no weights, no tokenizer. `expandable_segments` replays torch's allocator as a run sets it;
+    False what it does under PYTORCH_ALLOC_CONF=expandable_segments:False. Runs in a process of its own, which takes
+    some seconds to start; may be called before, during and after a training run. Raises ConfigError for what cannot be
+    trained or is not known.
     """
     check_known(config)
     described = hardware if isinstance(hardware, Hardware) else parse_gpus(hardware)
@@ -58,13 +59,18 @@ def simulate(config: Config, hardware: Hardware | str, *, expandable_segments: b
     return found
 
 
+def hide_gpus(environ: MutableMapping[str, str]) -> None:
+    """Let a process that has not imported torch yet see no GPU: a context of its own would take memory from a run."""
+    environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def child_environment(given: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a process that simulates: no rank of a run, and no GPU."""
-    kept = {name: value for name, value in given.items() if not name.startswith(_OF_A_RUN)}
-    # The package and the libraries are found where this process found them. No GPU is touched: a context in the child
-    # would take memory from a run.
-    found = {"PYTHONPATH": os.pathsep.join(os.path.abspath(entry) for entry in sys.path), "CUDA_VISIBLE_DEVICES": ""}
-    return kept | found
+    found = {name: value for name, value in given.items() if not name.startswith(_OF_A_RUN)}
+    # The package and the libraries are found where this process found them.
+    found["PYTHONPATH"] = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+    hide_gpus(found)
+    return found
 
 
 def answer() -> None:

@@ -22,21 +22,22 @@ from fsdp_trainer.memory.simulation_cache import find_simulation, simulate_cache
 from fsdp_trainer.memory.simulation_process import child_environment
 
 Answer = Simulation | FsdpTrainerError
+Ask = Callable[[Sequence[Config], Hardware], list[Answer]]
 # One takes up to 2 GB of memory, and a thread; more than two gained nothing where two cores are the rule.
 WORKERS = min(2, os.cpu_count() or 1)
 _CODE = "from fsdp_trainer.memory.simulation_workers import serve; serve()"
 
 
 @contextlib.contextmanager
-def simulation_workers(hardware: Hardware) -> Iterator[Callable[[Sequence[Config]], list[Answer]]]:
-    """Give a function that simulates configurations on `hardware` with expandable segments, as runs start with them.
+def simulation_workers() -> Iterator[Ask]:
+    """Give a function that simulates configurations on given GPUs, with expandable segments as runs start with them.
 
     What the user's cache has needs no process; the others are started with the first question they get and end with
     this context. A configuration that is refused comes back as its error. Simulations have no ledger.
     """
     workers: list[_Worker] = []
 
-    def ask(configs: Sequence[Config]) -> list[Answer]:
+    def ask(configs: Sequence[Config], hardware: Hardware) -> list[Answer]:
         found: list[Answer | None] = [find_simulation(c, hardware, expandable_segments=True) for c in configs]
         missing = [index for index, answer in enumerate(found) if answer is None]
         while len(workers) < min(WORKERS, len(missing)):

@@ -70,7 +70,7 @@ class MemoryTrace(TorchDispatchMode):
         self._places = {"device": _Place(), "host": _Place()}
         self._watched: dict[int, tuple[Any, _Place]] = {}
         self.visits = ["load"]
-        self.work = [Work()]  # of each visit
+        self.work: list[Work] = [[]]  # of each visit
         self._hidden = 0
 
     def __enter__(self) -> "MemoryTrace":
@@ -113,7 +113,7 @@ class MemoryTrace(TorchDispatchMode):
         """Begin a phase; it lasts until the next one begins."""
         assert phase in PHASES, phase
         self.visits.append(phase)
-        self.work.append(Work())
+        self.work.append([])
         if workspace := self._workspaces.pop(phase, 0):
             made = self._allocate(self._places["device"], workspace)
             made.category = "temporaries"

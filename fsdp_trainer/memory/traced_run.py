@@ -28,7 +28,7 @@ from fsdp_trainer.memory.cuda_kernels import cuda_attention, find_overheads, kee
 from fsdp_trainer.memory.host import pinned_bytes
 from fsdp_trainer.memory.ledger import Ledger
 from fsdp_trainer.memory.trace import MemoryTrace
-from fsdp_trainer.memory.work import Work
+from fsdp_trainer.memory.traced_time import StepWork
 from fsdp_trainer.run import Run, build_run
 from fsdp_trainer.simulated import DEVICE, simulated_runtime
 from fsdp_trainer.step import eval_step, train_step
@@ -48,7 +48,7 @@ class Trace:
 
     device: Ledger
     host: Ledger
-    work: Work | None
+    work: StepWork | None
     parameters: int
     staged: int
     exported: int
@@ -93,7 +93,7 @@ def trace_run(
         device_ledger, host_ledger = trace.ledgers()
         if on_gpu and config.sharding.offload == "params":  # what FSDP2 pins
             host_ledger = host_ledger.rounded(("parameters", "gradients"), pinned_bytes)
-        work = None if compute_capability is None else _work_of_step(trace, config.check_world(world_size))
+        work = None if compute_capability is None else _work_of_step(trace, config, world_size=world_size)
         parameters = sum(parameter.numel() for parameter in run.model.parameters())
         return Trace(device_ledger, host_ledger, work, parameters, staged, exported)
 
@@ -150,15 +150,28 @@ def full_window(config: Config, world_size: int) -> Window:
     )
 
 
-def _work_of_step(trace: MemoryTrace, accumulation: int) -> Work:
-    """Sum the last step's visits, its middle micro-batch as often as the whole window has one."""
-    visits, work = trace.visits, Work()
-    end = len(visits) - 1 - visits[::-1].index("step")
-    begin = end - (1 + 2 * min(accumulation, MOST_MICRO_BATCHES))  # clip, and a forward and a backward each
-    for index in range(begin, end + 1):
-        middle = index - begin in (2, 3) and accumulation > MOST_MICRO_BATCHES
-        work.add(trace.work[index], times=1 + accumulation - MOST_MICRO_BATCHES if middle else 1)
-    return work
+def _work_of_step(trace: MemoryTrace, config: Config, *, world_size: int) -> StepWork:
+    """Take the last step's visits apart: its micro-batches, the middle one as often as the whole window has one."""
+    accumulation = config.check_world(world_size)
+    traced = min(accumulation, MOST_MICRO_BATCHES)
+    end = len(trace.visits) - 1 - trace.visits[::-1].index("step")
+    begin = end - (1 + 2 * traced)  # clip, and a forward and a backward each
+    middle = 1 if accumulation > MOST_MICRO_BATCHES else None
+    micro_batches = [
+        (
+            trace.work[begin + 2 * number],
+            trace.work[begin + 2 * number + 1],
+            1 + accumulation - MOST_MICRO_BATCHES if number == middle else 1,
+        )
+        for number in range(traced)
+    ]
+    sharding = config.sharding
+    return StepWork(
+        micro_batches=micro_batches,
+        update=[*trace.work[end - 1], *trace.work[end]],
+        shards=1 if sharding.zero_stage == 0 else world_size // sharding.replicate,
+        tokens=config.data.seq_len * config.batch.micro_batch_size * accumulation,
+    )
 
 
 def _mark_as_they_come(run: Run, trace: MemoryTrace) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_trainer import Config
+from fsdp_trainer import Config, cuda_allocator
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.memory.hardware import parse_gpus, read_overheads
 from fsdp_trainer.memory.host import WORKER_BYTES
@@ -33,6 +33,7 @@ KEYS = {
     "phases",
     "breakdown",
     "step_seconds",
+    "step_time",
     "tokens_per_second_per_gpu",
     "fits",
     "limit",
@@ -245,6 +246,17 @@ def test_three_micro_batches_stand_for_all(stage: int, tmp_path: Path) -> None:
     values["batch"] = {"global_batch_size": 48, "micro_batch_size": 1}
     few, whole = run_ranks(simulation_runs.accumulated, 1, values)[0]
     assert few == whole
+
+
+def test_segments_are_those_of_a_run(tmp_path: Path) -> None:
+    said, expandable, classic = run_ranks(simulation_runs.reserved, 1, settings(tmp_path), "8xA100-80GB")[0]
+    assert cuda_allocator.SETTING == "expandable_segments:True"
+    assert said == expandable != classic
+    words = ["--gpus=8xA100-80GB", f"--model.path={settings(tmp_path)['model']['path']}", "--data.packing=false"]
+    words += ["--data.seq_len=512", "--batch.global_batch_size=8", "--activation_checkpointing.mode=none", "--json"]
+    commands = [words, [*words, "--classic-segments"]]
+    found = [run_ranks(simulation_runs.command, 1, w, str(tmp_path))[0][0][0] for w in commands]
+    assert [round(json.loads(text)["reserved_gib"] * 2**30) for text in found] == [expandable, classic]
 
 
 def test_command_answers_from_the_cache_the_second_time(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ KEYS = set(
         **dict.fromkeys(("allocated", "reserved", "min_capacity", "host", "limit"), 0),
         phases={},
         breakdown={},
-        step_seconds=None,
-        tokens_per_second_per_gpu=None,
+        step_time=None,
+        tokens_per_rank=0,
         config={},
     ).to_json()
 )
@@ -44,7 +44,7 @@ def make_config(model: str, folder: Path, *, layers: int | None = None, **settin
 
 def test_keys_are_the_full_simulations(tmp_path: Path) -> None:
     result = simulate_quick(make_config("llama-3.1-8b", tmp_path), parse_gpus("8xH100"))
-    assert set(result) > KEYS and len(KEYS) == 11 and result["estimate"] is True
+    assert set(result) > KEYS and len(KEYS) == 12 and result["estimate"] is True
     assert set(result["phases"]) == set(PHASES) and set(result["breakdown"]) == set(CATEGORIES)
     for unknown in ("reserved_gib", "min_capacity_gib"):
         assert result[unknown] is None
@@ -247,5 +247,5 @@ def test_command_text_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_command_refuses_an_allocator_in_closed_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        cli.main(command(make_config("llama-3.1-8b", tmp_path), "--gpus=8xH100", "--expandable-segments"))
+        cli.main(command(make_config("llama-3.1-8b", tmp_path), "--gpus=8xH100", "--classic-segments"))
     assert caught.value.code == 2 and "leave out one of them" in capsys.readouterr().err

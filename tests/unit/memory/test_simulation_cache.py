@@ -16,7 +16,7 @@ HARDWARE = parse_gpus("8xA100-80GB")
 
 def key(path: Path) -> str:
     config = Config.from_dict({"model": {"path": str(path)}, "batch.global_batch_size": 8})
-    return simulation_cache.content_key(config, HARDWARE, False)
+    return simulation_cache.content_key(config, HARDWARE, True)
 
 
 def test_a_cache_that_cannot_be_written_loses_nothing(tmp_path: Path) -> None:
