@@ -6,24 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from docs.make_planning import LLAMA_8B
 from fsdp_trainer.config import Config
 from fsdp_trainer.memory.hardware import Hardware, parse_gpus
 from fsdp_trainer.memory.plan import Candidate, Plan, quality_of
 from fsdp_trainer.memory.quick import simulate_quick
 
-LLAMA_8B = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "tie_word_embeddings": False,
-}
 # The best first: what a plan for eight 80 GB cards could list.
 CHOICES: tuple[dict[str, Any], ...] = (
     {},

@@ -206,7 +206,11 @@ def _by_quality(candidates: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]
 
 
 def _places(places: Sequence[int]) -> str:
-    return ", ".join(f"#{place}" for place in places)
+    """Name places of the table, those that follow each other as a range: #1 to #4, #6."""
+    starts = [place for place in places if place - 1 not in places]
+    ends = [place for place in places if place + 1 not in places]
+    pairs = zip(starts, ends, strict=True)
+    return ", ".join(f"#{first}" if first == last else f"#{first} to #{last}" for first, last in pairs)
 
 
 def _verdict(plan: Mapping[str, Any]) -> Iterator[str]:
