@@ -74,6 +74,10 @@ def plan(
         print(json.dumps(found.to_json(), indent=2))
     else:
         _show(found, top=top)
+        if calibrate is not None:
+            from fsdp_trainer.memory.calibration import describe_run
+
+            log_line(describe_run(calibrate, model=settings.model.path))
     if picture is not None and found.chosen is not None:
         _draw(found, picture, quiet=as_json)
     for line in started:

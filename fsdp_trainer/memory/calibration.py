@@ -18,6 +18,7 @@ from fsdp_trainer.memory.quick import simulate_quick
 from fsdp_trainer.memory.simulation_cache import find_simulation
 from fsdp_trainer.memory.simulation_process import simulate
 from fsdp_trainer.run_folder import DEVICES, METRICS, SETTINGS
+from fsdp_trainer.units import format_number
 
 # The first steps load kernels and fill caches.
 WARM_UP_STEPS = 3
@@ -56,6 +57,14 @@ def calibrate_from(run: Path, hardware: Hardware, *, quick: bool = False) -> dic
     return factors
 
 
+def describe_run(run: Path, *, model: str) -> str:
+    """Return one line about the run that a plan for `model` was corrected by."""
+    config, rows, devices = _read(run)
+    other = "" if config.model.path == model else ", of other shapes than the model that is planned"
+    steps = format_number(len(rows), "logged step")
+    return f"calibrated by {run}: {config.model.path} on {devices['ranks']} x {devices['device']}, {steps}{other}"
+
+
 def _read(run: Path) -> tuple[Config, list[dict[str, Any]], Mapping[str, Any]]:
     missing = [name for name in (SETTINGS, METRICS, DEVICES) if not (run / name).is_file()]
     if missing:
@@ -68,7 +77,7 @@ def _read(run: Path) -> tuple[Config, list[dict[str, Any]], Mapping[str, Any]]:
     try:
         devices = json.loads((run / DEVICES).read_text(encoding="utf-8"))
         rows = [json.loads(line) for line in (run / METRICS).read_text(encoding="utf-8").splitlines()]
-        devices["device"], devices["ranks"], devices["ranks_per_node"]
+        str(devices["device"]), int(devices["ranks"]), int(devices["ranks_per_node"])
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             "What the run left cannot be read.", values=f"{run}: {error}", fix="name another run"

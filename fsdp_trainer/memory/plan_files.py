@@ -127,10 +127,11 @@ def _read(path: Path) -> str | None:
 
 def find_prediction(settings_file: str | Path | None, config: Config, *, processes: int) -> dict[str, Any] | None:
     """Return the plan that lies beside a settings file, where it is of the run that is about to start; else None."""
-    path = Path(settings_file).with_name(PREDICTION) if settings_file is not None else None
-    text = _read(path) if path is not None else None
+    text = _read(Path(settings_file).with_name(PREDICTION)) if settings_file is not None else None
+    if text is None:
+        return None
     try:
-        found = json.loads(text) if text else None
+        found = json.loads(text)
         chosen = found["candidates"][found["chosen"]]
         same = found["hardware"]["count"] == processes and not differing(chosen["config"], config)
     except (ValueError, KeyError, IndexError, TypeError):  # a plan.json of something else

@@ -10,7 +10,7 @@ import pytest
 
 from fsdp_trainer.config import Config
 from fsdp_trainer.errors import ConfigError
-from fsdp_trainer.memory.calibration import calibrate_from
+from fsdp_trainer.memory.calibration import calibrate_from, describe_run
 from fsdp_trainer.memory.hardware import Hardware, parse_gpus
 from fsdp_trainer.memory.planning import plan
 from fsdp_trainer.memory.quick import simulate_quick
@@ -104,6 +104,13 @@ def test_a_run_on_other_gpus_is_refused(config: Config) -> None:
 
 def test_another_number_of_the_same_gpus_will_do(config: Config) -> None:
     assert calibrate_from(leave_run(config, time=1.2), parse_gpus("2xH100-80GB"), quick=True)["seconds"] > 1.1
+
+
+def test_the_run_is_named_with_its_model_and_gpus(config: Config) -> None:
+    run = leave_run(config)
+    line = describe_run(run, model=config.model.path)
+    assert line == f"calibrated by {run}: {config.model.path} on 8 x NVIDIA H100 80GB HBM3, 6 logged steps"
+    assert describe_run(run, model="another").endswith("of other shapes than the model that is planned")
 
 
 def test_on_cpu_no_memory_is_measured_and_no_time_predicted(config: Config) -> None:
