@@ -33,8 +33,8 @@ def calibrate_from(run: Path, hardware: Hardware, *, quick: bool = False) -> dic
     and one too short or with too empty rows to say anything.
     """
     config, rows, devices = _read(run)
-    ranks, per_node = int(devices["ranks"]), int(devices["ranks_per_node"])
-    card = card_name(str(devices["device"]), memory_bytes=devices.get("memory_bytes"))
+    ranks, per_node = devices["ranks"], devices["ranks_per_node"]
+    card = card_name(devices["device"], memory_bytes=devices.get("memory_bytes"))
     if card != hardware.name:
         raise ConfigError(
             "The run was on other hardware than the plan is for.",
@@ -77,7 +77,7 @@ def _read(run: Path) -> tuple[Config, list[dict[str, Any]], Mapping[str, Any]]:
     try:
         devices = json.loads((run / DEVICES).read_text(encoding="utf-8"))
         rows = [json.loads(line) for line in (run / METRICS).read_text(encoding="utf-8").splitlines()]
-        str(devices["device"]), int(devices["ranks"]), int(devices["ranks_per_node"])
+        devices |= {"device": str(devices["device"])} | {n: int(devices[n]) for n in ("ranks", "ranks_per_node")}
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             "What the run left cannot be read.", values=f"{run}: {error}", fix="name another run"
