@@ -68,6 +68,9 @@ def written(question: Path, folder: Path, cache: None) -> list[str]:
     words = ["plan", "--config", question.name, "--gpus", "2xCPU", "--write", "out"]
     ended = run_command([executable("fsdp-trainer"), *words], cwd=folder)
     assert ended.returncode == 0
+    # The ledger comes with the simulation, though that ran in another process and may be of another day.
+    assert "#1 on one rank, by a full simulation, in MiB" in ended.stdout
+    assert re.search(r"^optimizer state +\d\.\d\d +\d\.\d\d +\d\.\d\d$", ended.stdout, flags=re.MULTILINE)
     (command,) = re.findall(r"start it with:\n  (.*)", ended.stdout)
     return shlex.split(command)
 
