@@ -109,6 +109,7 @@ class ClosedForm:
         self.shape, self.hardware, self.limits = shape, hardware, limits
         self.fixed, self.memory_factor = frozenset(fixed), memory_factor
         self.capability = None if hardware.is_cpu else hardware.capability
+        self.host_factor = 1.0  # of a machine's RAM, simulated by closed form: set as simulations come in
         self._peaks: dict[StepSettings, dict[str, int]] = {}
 
     def sketch_all(self, config: Config) -> list[Sketch]:
@@ -165,7 +166,7 @@ class ClosedForm:
         fits = None if allocated <= self._most else False
         if allocated * (1 + CLOSED_FORM_SHARE) <= self.limits.device:
             fits = True
-        if self.limits.host is not None and host > self.limits.host:
+        if self._exceeds_host(host):
             fits = False
         return Judged(sketch, config, allocated, host, host_rank, fits)
 
@@ -179,10 +180,13 @@ class ClosedForm:
         config = sketch.config
         host, host_rank = self._host(config, sketch.settings, peaks)
         free = config.checkpoint.async_save and "checkpoint.async_save" not in self.fixed
-        if self.limits.host is not None and host > self.limits.host and free:
+        if self._exceeds_host(host) and free:
             config = with_settings(config, {"checkpoint.async_save": False})
             host, host_rank = self._host(config, sketch.settings, peaks)
         return config, host, host_rank
+
+    def _exceeds_host(self, host: float) -> bool:
+        return self.limits.host is not None and host * self.host_factor > self.limits.host
 
     def _host(self, config: Config, settings: StepSettings, peaks: dict[str, int]) -> tuple[float, float]:
         parts = estimate_parts(config, self.hardware, self.shape, settings, peaks=peaks)

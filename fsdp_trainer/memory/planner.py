@@ -9,9 +9,10 @@ import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.config import Config
+from fsdp_trainer.config import Config, ModelConfig
 from fsdp_trainer.errors import FsdpTrainerError
 from fsdp_trainer.memory.candidate_estimates import (
     CLOSED_FORM_SHARE,
@@ -36,7 +37,7 @@ from fsdp_trainer.memory.simulation_workers import WORKERS, Ask, simulation_work
 SAME_TIME = 0.01
 # A plan is found when no other combination can be faster by more than this.
 BEATEN_BY = 0.03
-# Simulations: after so many the best that fits is taken; where none fits, so many more are tried.
+# Simulations: after so many the best that fits is taken; where none fits, so many more of what surely does.
 SIMULATIONS, MORE_SIMULATIONS = 8, 8
 # What the table shows of each quality, the fastest micro-batch of each combination; and nearest misses.
 SHOWN, SHOWN_TOO_LARGE = 6, 4
@@ -115,7 +116,7 @@ class _Question:
 
     def closed_form(self) -> ClosedForm:
         return ClosedForm(
-            read_model_shape(self.config.model.path),
+            read_model_shape(_find_config(self.config.model)),
             self.hardware,
             Limits.of(self.hardware, self.host_bytes),
             fixed=self.fixed,
@@ -128,6 +129,19 @@ class _Question:
         slot = math.inf if seconds is None else _slot(seconds)
         least = candidate.prediction["allocated_gib"] if seconds is not None else order
         return (place if self.prefer == "quality" else 0, slot, place, least)
+
+
+def _find_config(model: ModelConfig) -> str:
+    """Return where the model's config.json is: from a hub id it is fetched once, a few kB."""
+    if Path(model.path).exists() or model.path.count("/") > 1:
+        return model.path
+    from huggingface_hub import hf_hub_download  # here: only for a hub id
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return hf_hub_download(model.path, "config.json", revision=model.revision)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError):
+        return model.path  # reading it says in words what is wrong
 
 
 def _slot(seconds: float) -> int:
@@ -148,11 +162,17 @@ class _Search:
     time_ratio: float = math.inf
     memory_ratio: float = math.inf
 
-    def learn(self, judged: Judged, candidate: Candidate) -> None:
+    def knows(self, judged: Judged) -> bool:
+        """Whether it was simulated as it would be now: how checkpoints are saved may have changed since."""
+        known = self.found.get(judged.sketch.order)
+        return known is not None and known.config.checkpoint == judged.config.checkpoint
+
+    def learn(self, judged: Judged, candidate: Candidate, closed: ClosedForm) -> None:
         self.found[judged.sketch.order] = candidate
         if candidate.step_seconds and judged.sketch.seconds:
             self.time_ratio = min(self.time_ratio, candidate.step_seconds / judged.sketch.seconds)
         self.memory_ratio = min(self.memory_ratio, candidate.prediction["min_capacity_gib"] * GIB / judged.allocated)
+        closed.host_factor = max(closed.host_factor, candidate.host_node_gib * GIB / judged.host)
 
 
 def _simulate_best(
@@ -172,7 +192,7 @@ def _simulate_best(
             if isinstance(answer, FsdpTrainerError):
                 search.refused[judged.sketch.order] = answer
             else:
-                search.learn(judged, _from_simulation(judged, answer, closed, question))
+                search.learn(judged, _from_simulation(judged, answer, closed, question), closed)
     if search.refused and not search.found:
         raise next(iter(search.refused.values()))
     return search.found
@@ -191,9 +211,11 @@ def _next(
     for sketch in sketches:
         if best is not None and not _may_beat(sketch, best, question, search):
             break  # nor may those after it
-        if sketch.order in search.found or sketch.order in search.refused:
+        if sketch.order in search.refused:
             continue
         judged = closed.judge(sketch)
+        if search.knows(judged) or (len(search.found) >= SIMULATIONS and not judged.fits):
+            continue
         # The closed form counts no process among a GPU's bytes; on CPU they are one memory.
         likely = judged.allocated * min(1.0, search.memory_ratio) if not question.hardware.is_cpu else 0.0
         if judged.fits is not False and likely <= closed.limits.device:
