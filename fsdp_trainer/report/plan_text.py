@@ -259,6 +259,8 @@ def _more(amount: float) -> str:
 
 def _margins(margins: Mapping[str, float]) -> Iterator[str]:
     for name, value in margins.items():
+        if not value:
+            continue
         words = name.removesuffix("_gib").removesuffix("_share").replace("_", " ")
         yield f"{words} {value:.0%}" if name.endswith("_share") else f"{words} {value:.2f} GiB"
 

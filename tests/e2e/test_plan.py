@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,20 @@ def written(question: Path, folder: Path, cache: None) -> list[str]:
 def prediction(path: Path) -> dict[str, Any]:
     found = json.loads(path.read_text(encoding="utf-8"))
     return found["candidates"][found["chosen"]]
+
+
+def test_the_same_question_again_is_answered_from_the_cache(written: list[str], question: Path, folder: Path) -> None:
+    """Without torch, and the same to the byte: the files that are there stay, and nothing says they differ."""
+    words = ["plan", "--config", question.name, "--gpus", "2xCPU", "--write", "out"]
+    before = {path.name: path.read_bytes() for path in (folder / "out").iterdir()}
+    code = (
+        f"import sys; from fsdp_trainer import cli\ntry: cli.main({words})\nexcept SystemExit as end: assert not end.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    ended = run_command([sys.executable, "-c", code], cwd=folder)
+    assert ended.returncode == 0
+    assert "by a full simulation" in ended.stdout
+    assert {path.name: path.read_bytes() for path in (folder / "out").iterdir()} == before
 
 
 def test_printed_command_starts_the_planned_run(written: list[str], folder: Path) -> None:
