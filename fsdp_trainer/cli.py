@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fsdp_trainer import __version__
+from fsdp_trainer import __version__, cli_plan
 from fsdp_trainer.config import Config
 from fsdp_trainer.config_reading import check_command_flags
 from fsdp_trainer.errors import ConfigError, FsdpTrainerError
@@ -66,6 +66,10 @@ def train(
         str | None,
         typer.Option(help="Settings that may differ from the checkpoint's (docs/resuming.md).", metavar="NAME,NAME"),
     ] = None,
+    plan: Annotated[
+        str | None,
+        typer.Option(help="auto: plan for this machine what no setting says of memory and speed.", metavar="auto"),
+    ] = None,
 ) -> None:
     """Fine-tune a model: every process is started, watched and, on Ctrl-C or SIGTERM, saved before it ends."""
     if config is None and not context.args:
@@ -74,13 +78,17 @@ def train(
             values="neither --config nor a setting",
             fix="give --config RUN.YAML, such as one of configs/recipes/, or at least --model.path and --data.train",
         )
-    flags = ("--config", "--processes", "--profile", "--resume-anyway")
+    flags = ("--config", "--processes", "--profile", "--resume-anyway", "--plan")
     check_command_flags(context.args, root=Config, flags=flags)
     words = list(context.args)
     if resume_anyway is not None:
         words.append(f"--checkpoint.resume_anyway=[{resume_anyway}]")
     settings = Config.load(config, words)
+    if plan not in (None, "auto"):
+        fix = "write --plan auto; a plan that was written is started with --config DIR/run.yaml"
+        raise ConfigError("This is no plan.", values=f"--plan {plan}", fix=fix)
     arguments = ["--config", str(config)] if config is not None else []
+    arguments += ["--plan", plan] if plan is not None else []  # all ranks plan: rank 0 decides (train.py)
     raise typer.Exit(launch(settings, arguments=[*arguments, *words], profile=profile, processes=processes))
 
 
@@ -221,6 +229,12 @@ def _simulate(settings: Config, hardware: Any, classic: bool, with_timeline: boo
     result = found.to_json()
     timeline = found.ledger.timeline if found.ledger is not None else None
     return result, format_simulation(result, gpus=str(hardware), on_cpu=hardware.is_cpu), timeline
+
+
+app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="Settings are given as for `train`; data.train is not needed. See docs/planning.md.",
+)(cli_plan.plan)
 
 
 @app.command()

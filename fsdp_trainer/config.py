@@ -5,7 +5,7 @@ config_checks.py.
 """
 
 import io
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -153,22 +153,22 @@ class Config(Section):
         """Return all settings as nested dictionaries of plain values, as a settings file holds them."""
         return self.model_dump(mode="json")
 
-    def to_yaml(self) -> str:
-        """Return all settings as a settings file that loads back to an equal Config."""
-        yaml = YAML()
-        yaml.default_flow_style = False
-        yaml.width = 10_000  # a folded path is hard to search for
-        # "1e-05" is text to a YAML 1.1 reader; with a point it is a number to both.
-        yaml.representer.add_representer(float, _represent_float)
-        # Without this a null is written as nothing at all, which reads like a forgotten value.
-        yaml.representer.add_representer(type(None), lambda r, _: r.represent_scalar("tag:yaml.org,2002:null", "null"))
-        text = io.StringIO()
-        yaml.dump(self.to_dict(), text)
-        return text.getvalue()
+    def to_yaml(self, *, names: Collection[str] | None = None) -> str:
+        """Return all settings as a settings file that loads back to an equal Config.
+
+        With `names` (dotted) only these and those that differ from the defaults: it loads back to the same.
+        """
+        settings = self.to_dict()
+        return _to_yaml(settings if names is None else _needed(settings, Config().to_dict(), names=names))
 
     def save(self, path: str | Path) -> None:
         """Write all settings to a file that `Config.load` reads."""
         Path(path).write_text(self.to_yaml(), encoding="utf-8")
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """The dotted names of the settings that were written: in a file, as a flag or in Python."""
+        return tuple(_given(self))
 
     @property
     def steps_with_torch(self) -> bool:
@@ -187,6 +187,43 @@ class Config(Section):
 
 
 _ORIGINS = "\0origins"  # carries them to the error message; no YAML key can hold this character
+
+
+def _to_yaml(settings: Mapping[str, Any]) -> str:
+    yaml = YAML()
+    yaml.default_flow_style = False
+    yaml.width = 10_000  # a folded path is hard to search for
+    # "1e-05" is text to a YAML 1.1 reader; with a point it is a number to both.
+    yaml.representer.add_representer(float, _represent_float)
+    # Without this a null is written as nothing at all, which reads like a forgotten value.
+    yaml.representer.add_representer(type(None), lambda r, _: r.represent_scalar("tag:yaml.org,2002:null", "null"))
+    text = io.StringIO()
+    yaml.dump(settings, text)
+    return text.getvalue()
+
+
+def _needed(settings: Mapping[str, Any], defaults: Mapping[str, Any], *, names: Collection[str]) -> dict[str, Any]:
+    """Return the settings that `names` has or that differ from their defaults, by section."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        if not isinstance(value, Mapping) or not isinstance(defaults[name], Mapping):
+            kept = {name: value} if name in names or value != defaults[name] else {}
+        else:
+            inner = {key: v for key, v in value.items() if f"{name}.{key}" in names or v != defaults[name].get(key)}
+            kept = {name: inner} if inner else {}
+        found |= kept
+    return found
+
+
+def _given(section: Section, prefix: str = "") -> Iterator[str]:
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if name not in section.model_fields_set:
+            continue
+        if isinstance(value, Section) and not prefix:
+            yield from _given(value, f"{name}.")
+        else:
+            yield f"{prefix}{name}"
 
 
 def _represent_float(representer: Any, value: float) -> Any:

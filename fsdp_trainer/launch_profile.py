@@ -45,16 +45,19 @@ _PREFETCH_FIX = (
 )
 
 
-def write_profile(path: str | Path, config: Config, *, processes: int, use_cpu: bool) -> Path:
-    """Write an Accelerate profile for one machine that agrees with the settings, and return its path."""
+def write_profile(path: str | Path, config: Config, *, processes: int, use_cpu: bool, machines: int = 1) -> Path:
+    """Write an Accelerate profile that agrees with the settings, and return its path.
+
+    `processes` are those of all machines; of several, each is started with its own --machine_rank.
+    """
     profile = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP",
         "use_cpu": use_cpu,
-        "num_machines": 1,
+        "num_machines": machines,
         "machine_rank": 0,
         "num_processes": processes,
-        "main_process_port": 0,
+        **({"main_process_port": 0} if machines == 1 else {}),
         # `precision` acts through FSDP2's own policy; Accelerate's autocast on top would change the loss.
         "mixed_precision": "no",
         "fsdp_config": {

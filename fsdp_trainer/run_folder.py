@@ -13,6 +13,7 @@ from typing import Any
 from fsdp_trainer.errors import OutputError
 
 METRICS, STATUS, SETTINGS = "metrics.jsonl", "status.json", "config.yaml"
+PREDICTION, DEVICES = "plan.json", "devices.json"  # what was predicted, and what it ran on
 
 
 def write_text_atomically(path: Path, text: str) -> None:
@@ -77,6 +78,12 @@ def write_settings(output_dir: Path, text: str) -> None:
     """Keep the settings of the run, fully resolved."""
     with writing(output_dir / SETTINGS):
         write_text_atomically(output_dir / SETTINGS, text)
+
+
+def write_json(output_dir: Path, name: str, content: Mapping[str, Any]) -> None:
+    """Keep one JSON object in the run folder."""
+    with writing(output_dir / name):
+        write_text_atomically(output_dir / name, json.dumps(content, indent=2) + "\n")
 
 
 def append_metrics(output_dir: Path, row: Mapping[str, Any]) -> None:

@@ -113,6 +113,15 @@ class Runtime:
         return work()
 
 
+def join_process_group(*, timeout_minutes: float) -> bool:
+    """Join the process group that `accelerate launch` described, if this process has not; return whether on CPU."""
+    use_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") or not torch.cuda.is_available()
+    _describe_single_process()
+    if not dist.is_initialized():
+        _init_process_group(use_cpu=use_cpu, timeout_minutes=timeout_minutes)
+    return use_cpu
+
+
 def build_runtime(
     *, timeout_minutes: float = 30.0, trackers: Sequence[str] = (), tracker_dir: str | Path | None = None
 ) -> Runtime:
@@ -122,10 +131,7 @@ def build_runtime(
     launched or when FSDP did not become active.
     """
     use_expandable_segments(os.environ)
-    use_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") or not torch.cuda.is_available()
-    _describe_single_process()
-    if not dist.is_initialized():
-        _init_process_group(use_cpu=use_cpu, timeout_minutes=timeout_minutes)
+    use_cpu = join_process_group(timeout_minutes=timeout_minutes)
     # Accelerate finds the group initialised and joins it. Made by us because params offload needs a CPU backend beside
     # NCCL for clipping, which Accelerate adds only for some environment variables (accelerate/state.py).
     os.environ["ACCELERATE_USE_FSDP"] = "true"

@@ -18,6 +18,7 @@ import traceback  # noqa: E402
 from contextlib import suppress  # noqa: E402
 from importlib.util import find_spec  # noqa: E402
 from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
 
 # A checkout that was never installed, or not the one that is: the launcher and its ranks must be of one version.
 _FOUND = find_spec("fsdp_trainer")
@@ -32,7 +33,9 @@ from fsdp_trainer.cuda_allocator import use_expandable_segments  # noqa: E402
 from fsdp_trainer.errors import DistributedError, FolderInUse, FsdpTrainerError, Interrupted, OutputError  # noqa: E402
 from fsdp_trainer.launch_agent import tell_agent  # noqa: E402
 from fsdp_trainer.launch_profile import check_environment  # noqa: E402
-from fsdp_trainer.progress import log_error  # noqa: E402
+from fsdp_trainer.memory.plan_files import find_prediction, prediction_of, refuse_unfit  # noqa: E402
+from fsdp_trainer.progress import log_error, log_line  # noqa: E402
+from fsdp_trainer.report.plan_text import summarize  # noqa: E402
 from fsdp_trainer.run_folder import STATUS, write_status  # noqa: E402
 
 
@@ -43,16 +46,17 @@ def main(words: list[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="RUN.YAML", help="settings file")
+    parser.add_argument("--plan", choices=("auto",), help="plan for this machine what no setting says")
     known, overrides = parser.parse_known_args(words)
     rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     use_expandable_segments(os.environ)
     try:
-        check_command_flags(overrides, root=Config, flags=("--config",))
+        check_command_flags(overrides, root=Config, flags=("--config", "--plan"))
         config = Config.load(known.config, overrides)
         check_environment(config, os.environ)
         config.check_world(int(world_size))
 
-        _finetune(config)
+        _finetune(config, settings_file=known.config, plans=known.plan is not None)
     except FsdpTrainerError as error:
         prefix = f"[rank {rank}] " if world_size != "1" else ""
         if not error.heard or _speaks_for_its_machine(world_size):
@@ -75,12 +79,17 @@ def _is_secondary(error: Exception) -> bool:
     return not isinstance(error, FsdpTrainerError) or isinstance(error, DistributedError | Interrupted)
 
 
-def _finetune(config: Config) -> None:
+def _finetune(config: Config, *, settings_file: str | None, plans: bool) -> None:
     """Train, and leave the exit code in the run folder whichever rank fails: only there the launcher can find it."""
     try:
         from fsdp_trainer.training import finetune  # after the checks: it imports torch
 
-        finetune(config)
+        if plans:
+            config, prediction = _plan(config)
+            check_environment(config, os.environ)
+        else:
+            prediction = find_prediction(settings_file, config, processes=int(os.environ.get("WORLD_SIZE", "1")))
+        finetune(config, prediction=prediction)
         _leave_together()
     except FolderInUse:
         raise  # the folder, and what its status file says, are another run's
@@ -96,6 +105,30 @@ def _finetune(config: Config) -> None:
         message = f"{type(error).__name__}: {error}"
         record_end(Path(config.output_dir), 1, state="failed", message=message, secondary=True)
         raise
+
+
+def _plan(config: Config) -> tuple[Config, dict[str, Any]]:
+    """Plan on rank 0 for the machines that the ranks are on; return the settings and what is predicted, on all ranks.
+
+    The simulations run in processes of their own, so that this one stays as a run finds it.
+    """
+    from fsdp_trainer.agreement import run_on_main
+    from fsdp_trainer.memory.planning import plan_for_ranks
+    from fsdp_trainer.runtime import join_process_group
+
+    on_cpu = join_process_group(timeout_minutes=config.train.timeout_minutes)
+    ranks, local = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+
+    def decide() -> tuple[dict[str, Any], dict[str, Any]]:
+        log_line("planning for this machine ...")
+        plan = plan_for_ranks(config, ranks=ranks, ranks_per_node=local, on_cpu=on_cpu)
+        if plan.chosen is None:
+            raise refuse_unfit(plan)
+        log_line(summarize(plan.to_json()))
+        return plan.chosen.config.to_dict(), prediction_of(plan)
+
+    settings, prediction = run_on_main(decide)
+    return Config.from_dict(settings), prediction
 
 
 def _leave_together() -> None:

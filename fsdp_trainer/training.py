@@ -54,10 +54,11 @@ MAX_SKIPPED_IN_A_ROW = 3
 MAX_OVERFLOWS_IN_A_ROW = 16
 
 
-def finetune(config: Config, *, processes: int | None = None) -> Path:
+def finetune(config: Config, *, processes: int | None = None, prediction: Mapping[str, Any] | None = None) -> Path:
     """Fine-tune as `config` says and return the run folder; inside a launched process it is one of the ranks.
 
-    With `processes` (a script or a notebook) it starts that many and waits. Raises FsdpTrainerError for what the user
+    With `processes` (a script or a notebook) it starts that many and waits. `prediction` is what a plan said of this
+    run, to be kept in its folder; `fsdp_trainer.plan` makes plans. Raises FsdpTrainerError for what the user
     can mend; Interrupted after a signal, with a checkpoint saved.
     """
     if processes is not None and not _is_launched():
@@ -73,7 +74,7 @@ def finetune(config: Config, *, processes: int | None = None) -> Path:
         timeout, output_dir = config.train.timeout_minutes, Path(config.output_dir)
         watching = watch_ranks(runtime, timeout_minutes=timeout, output_dir=output_dir)
         with hold_folder(output_dir), watching as watch:
-            return _finetune(config, runtime, stop, watch)
+            return _finetune(config, runtime, stop, watch, prediction)
 
 
 def _is_launched() -> bool:
@@ -110,7 +111,13 @@ class _Session:
     watch: RankWatch | None
 
 
-def _finetune(config: Config, runtime: Runtime, stop: StopRequest, watch: RankWatch | None) -> Path:
+def _finetune(
+    config: Config,
+    runtime: Runtime,
+    stop: StopRequest,
+    watch: RankWatch | None,
+    prediction: Mapping[str, Any] | None = None,
+) -> Path:
     output_dir = Path(config.output_dir)
     # Before the data, which may take hours; and on one rank of a node first, since it may download.
     runtime.main_first("check the model", lambda: check_model(config, runtime))
@@ -144,7 +151,7 @@ def _finetune(config: Config, runtime: Runtime, stop: StopRequest, watch: RankWa
         log_line(f"resumed from {resume_from} at step {progress.step}", is_main=runtime.is_main)
     _check_length(config, total_steps=total_steps, step=progress.step)
     check_disk(run, output_dir=output_dir, step=progress.step, total_steps=total_steps)
-    run_on_main(lambda: open_folder(config, step=progress.step))
+    run_on_main(lambda: open_folder(config, runtime, step=progress.step, prediction=prediction))
     if config.log.trackers:
         settings = _flat(config.to_dict())
         run_on_all(lambda: runtime.accelerator.init_trackers("tracker", config=settings))

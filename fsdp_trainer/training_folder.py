@@ -1,10 +1,13 @@
 """What a run asks of its folder before it writes there: that nobody else does, and that there is room."""
 
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch
 from filelock import FileLock
 
 from fsdp_trainer.agreement import run_on_main
@@ -15,7 +18,8 @@ from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.export import exported_bytes
 from fsdp_trainer.progress import log_line
 from fsdp_trainer.run import Run
-from fsdp_trainer.run_folder import trim_metrics, write_settings, write_status, writing
+from fsdp_trainer.run_folder import DEVICES, PREDICTION, trim_metrics, write_json, write_settings, write_status, writing
+from fsdp_trainer.runtime import Runtime
 from fsdp_trainer.saving import saves_to_come
 from fsdp_trainer.units import format_bytes, format_number
 
@@ -42,12 +46,25 @@ def hold_folder(output_dir: Path) -> Iterator[None]:
             unlock_folder(lock)
 
 
-def open_folder(config: Config, *, step: int) -> None:
+def open_folder(config: Config, runtime: Runtime, *, step: int, prediction: Mapping[str, Any] | None = None) -> None:
     """Write the files that say what this run is, and drop metrics of steps after `step`. For rank 0 alone."""
     output_dir = Path(config.output_dir)
     write_settings(output_dir, config.to_yaml())
+    write_json(output_dir, DEVICES, describe_devices(runtime))
+    if prediction is not None:
+        write_json(output_dir, PREDICTION, prediction)
     trim_metrics(output_dir, after_step=step)
     write_status(output_dir, state="running", exit_code=0, step=step)
+
+
+def describe_devices(runtime: Runtime) -> dict[str, Any]:
+    """Return what the run is on, so that a plan can tell whose measurements these are."""
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", runtime.world_size))
+    name, size = "CPU", None
+    if runtime.device.type == "cuda":
+        found = torch.cuda.get_device_properties(runtime.device)
+        name, size = found.name, found.total_memory
+    return {"device": name, "memory_bytes": size, "ranks": runtime.world_size, "ranks_per_node": per_node}
 
 
 def check_disk(run: Run, *, output_dir: Path, step: int, total_steps: int) -> None:

@@ -18,7 +18,8 @@ def _holders(tensor: Any) -> int:
 def measure(run_settings: dict[str, Any], steps: Sequence[Sequence[Any]]) -> dict[str, int]:
     """Build the run, take a step over each of `steps` (rows of documents), evaluate, copy for a save.
 
-    Return each phase's peak bytes; of the save, what it adds. Writing the copy is another thread's and not seen.
+    The same rows twice are one window, as where a simulation makes its own. Return each phase's peak bytes; of the
+    save, what it adds. Writing the copy is another thread's and not seen.
     """
     import gc
     import time
@@ -74,7 +75,8 @@ def measure(run_settings: dict[str, Any], steps: Sequence[Sequence[Any]]) -> dic
             return result
 
     run = step_runs.build(run_settings)
-    windows = [step_runs.window_of(run, documents) for documents in steps]
+    made = {id(documents): step_runs.window_of(run, documents) for documents in steps}
+    windows = [made[id(documents)] for documents in steps]
     gc.collect()
     live = LivePhases()
     state = [tensor for values in run.optimizer.state.values() for tensor in values.values()]  # where it is there yet

@@ -35,7 +35,9 @@ PARTS = {
     "demo": "cli",
     "training": "training",
     "memory.planner": "planner",
-    "memory.plan": "config",
+    "memory.plan": "planner",
+    "memory.planning": "planner",
+    "memory.calibration": "planner",
     "memory.candidates": "planner",
     "memory.candidate_estimates": "planner",
     "memory.remedies": "planner",
@@ -106,7 +108,8 @@ BELOW = {
     "assembly": {"techniques", "config", "facts", "base"},
     "measure": {"techniques", "config", "facts", "base"},
     "simulate": {"assembly", "techniques", "config", "facts", "base"},
-    "planner": {"simulate", "assembly", "techniques", "config", "facts", "base"},
+    # A plan shows itself in a notebook; what report/ gets of it are plain values.
+    "planner": {"report", "simulate", "assembly", "techniques", "config", "facts", "base"},
     "report": {"config", "facts", "base"},
     "interop": {"config", "facts", "base"},
     "launch": {"interop", "config", "facts", "base"},
@@ -135,10 +138,11 @@ WITHOUT_TORCH = (
 WITHOUT_TORCH += ("cuda_allocator", "run_lock", "data", "data.sources", "data.formats", "data.readers")
 WITHOUT_TORCH += ("memory", "memory.hardware", "memory.machine", "memory.estimate")
 WITHOUT_TORCH += ("memory.simulation", "memory.ledger", "memory.timing", "memory.rates", "memory.estimate_time")
+WITHOUT_TORCH += ("memory.planning", "memory.calibration")
 WITHOUT_TORCH += ("memory.plan", "memory.planner", "memory.candidates", "memory.candidate_estimates", "memory.remedies")
 WITHOUT_TORCH += ("memory.host", "memory.quick", "memory.simulation_text", "report")
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "bitsandbytes", "torchao"}
-MAY_PRINT = ("cli", "progress", "report", "demo")
+MAY_PRINT = ("cli", "cli_plan", "progress", "report", "demo")
 # simulated.py is the simulated part of the runtime: what it changes, it undoes on exit.
 MAY_PATCH = ("patches", "runtime", "simulated", "memory.trace", "memory.cuda_kernels")
 PATCHED = {"torch", "transformers", "accelerate"}

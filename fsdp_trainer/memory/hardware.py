@@ -127,6 +127,13 @@ def card_names() -> tuple[str, ...]:
     return tuple(card.name for card in _catalogue())
 
 
+def card_name(device: str, *, memory_bytes: int | None = None) -> str:
+    """Return the catalogue's name of a device as torch names it, or CPU; ConfigError where it is not in there."""
+    if _is_cpu(device):
+        return CPU
+    return _find_card(device, written=device, gib=memory_bytes / GIB if memory_bytes else None).name
+
+
 def detect() -> Hardware:
     """Describe the CUDA or ROCm GPUs of this machine, or its CPU where it has none.
 

@@ -119,8 +119,16 @@ class Ledger:
 
     @cached_property
     def timeline(self) -> list[tuple[int, str, dict[str, int]]]:
-        """(event, phase, bytes by category) over the whole run: about 1000 moments, each the peak of its stretch."""
+        """(event, phase, bytes by category) over the whole run: about 1000 moments, each the peak of its stretch.
+
+        No stretch is of two phases, so the peak of each phase is among them.
+        """
         return [(moment.event, moment.phase, moment.bytes) for moment in self._moments(1000)]
+
+    @cached_property
+    def outline(self) -> list[tuple[int, str, dict[str, int]]]:
+        """The timeline in about 200 moments, small enough to be kept; kinds that hold nothing are left out."""
+        return [(m.event, m.phase, {kind: size for kind, size in m.bytes.items() if size}) for m in self._moments(200)]
 
     def _moments(self, count: int) -> Iterator[Moment]:
         stretch = max(1, -(-len(self.events) // count))
@@ -128,11 +136,15 @@ class Ledger:
         total = 0
         kinds = [self.category(allocation) for allocation in self.allocations]
         for index, (allocation, delta, visit) in enumerate(self.events):
+            phase = self.visits[visit]
+            if index and phase != self.visits[self.events[index - 1][2]]:
+                if best is not None:
+                    yield best
+                best, best_total = Moment(index, phase, dict(current)), total  # what is alive as it begins counts in it
             current[kinds[allocation]] += delta
             total += delta
             if total > best_total:
-                best, best_total = Moment(index, self.visits[visit], dict(current)), total
+                best, best_total = Moment(index, phase, dict(current)), total
             if (index + 1) % stretch == 0 or index + 1 == len(self.events):
-                assert best is not None
-                yield best
+                yield best  # type: ignore[misc]  # every event sets it where it is None
                 best, best_total = None, -1

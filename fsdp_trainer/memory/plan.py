@@ -61,6 +61,7 @@ class Candidate:
         return {
             **self.prediction,
             "quality": self.quality,
+            "gives_up": QUALITIES[self.quality],
             "source": self.source,
             "host_node_gib": self.host_node_gib,
             "run_seconds": self.run_seconds,
@@ -109,6 +110,12 @@ class Plan:
             "seconds": self.seconds,
             "calibration": dict(self.calibration),
         }
+
+    def _repr_html_(self) -> str:
+        """Show the plan in a notebook."""
+        from fsdp_trainer.report.plan_html import format_plan_html
+
+        return format_plan_html(self.to_json())
 
     def _place(self, wanted: Candidate | None) -> int | None:
         return next((place for place, candidate in enumerate(self.candidates) if candidate is wanted), None)

@@ -58,6 +58,7 @@ def summarize(trace: Trace, config: Config, hardware: Hardware, *, expandable_se
         tokens_per_rank=config.batch.global_batch_size * config.data.seq_len // hardware.count,
         config=config.to_dict(),
         ledger=trace.device,
+        timeline=trace.device.outline,
     )
 
 

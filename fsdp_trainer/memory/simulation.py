@@ -1,6 +1,6 @@
 """What a simulation says, and what it does not know; kept apart so that an answer from the cache needs no torch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,8 @@ class Simulation:
     allocated: peak of live tensors and kernel workspaces. reserved: what torch's allocator holds for that if it may
     keep all it wants. min_capacity: the least it gets through with, giving cached blocks back in need. host: memory of
     the rank's process. tokens_per_rank: of one optimizer step. limit: what is left for the allocator once context and
-    NCCL have theirs. phases: peak allocated bytes in each. breakdown: bytes at the peak, by category.
+    NCCL have theirs. phases: peak allocated bytes in each. breakdown: bytes at the peak, by category. timeline: the
+    ledger's outline, which the cache keeps.
 
     Ranks on CPU have one memory for tensors and processes, and no caching allocator: reserved is allocated, host holds
     the tensors too, min_capacity is the machine's fullest moment (all processes, data workers included) divided by the
@@ -52,6 +53,7 @@ class Simulation:
     tokens_per_rank: int
     config: Mapping[str, Any]
     ledger: Ledger | None = field(default=None, repr=False, compare=False)
+    timeline: Sequence[tuple[int, str, Mapping[str, int]]] = field(default=(), repr=False, compare=False)
 
     @property
     def step_seconds(self) -> float | None:

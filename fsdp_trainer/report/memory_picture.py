@@ -47,26 +47,36 @@ def draw_memory(
         raise ConfigError("A picture cannot be written in this format.", values=str(path), fix="end its name in .png")
     xs = [index for index, _, _ in timeline]
     shown = [category for category in STACK if any(alive.get(category, 0) for _, _, alive in timeline)]
-    heights = [[alive.get(category, 0) / GIB for _, _, alive in timeline] for category in shown]
+    index, phase, alive = find_peak(timeline)
+    unit, size = _unit(sum(alive.values()))
+    heights = [[alive.get(category, 0) / size for _, _, alive in timeline] for category in shown]
     names = [category.replace("_", " ") for category in shown]
     axes.stackplot(xs, heights, labels=names, colors=[COLOURS[category] for category in shown], linewidth=0)
     _mark_phases(axes, timeline)
-    index, phase, alive = find_peak(timeline)
-    top = sum(alive.values()) / GIB
+    top = sum(alive.values()) / size
     # A line far above the run would press it flat.
-    limit = limit_bytes / GIB if limit_bytes is not None and limit_bytes / GIB < 2 * top else None
+    limit = limit_bytes / size if limit_bytes is not None and limit_bytes / size < 2 * top else None
     axes.plot([index], [top], marker="v", color="black", markersize=9)
     side = "right" if index > (xs[0] + xs[-1]) / 2 else "left"
-    axes.annotate(f"peak {top:.2f} GiB in {phase}", (index, top), xytext=(0, 10), textcoords="offset points", ha=side)
+    axes.annotate(
+        f"peak {top:.2f} {unit} in {phase}", (index, top), xytext=(0, 10), textcoords="offset points", ha=side
+    )
     if limit is not None:
         axes.axhline(limit, color="black", linestyle="--", linewidth=1)
-        axes.text(xs[0], limit, f" {limit:.1f} GiB can be allocated", va="bottom")
-    axes.set(xlim=(xs[0], max(xs[-1], xs[0] + 1)), ylabel="GiB on one GPU", xlabel="order of allocations", title=title)
+        axes.text(xs[0], limit, f" {limit:.1f} {unit} can be allocated", va="bottom")
+    axes.set(
+        xlim=(xs[0], max(xs[-1], xs[0] + 1)), ylabel=f"{unit} on one GPU", xlabel="order of allocations", title=title
+    )
     axes.set_ylim(0, 1.18 * max(top, limit or 0.0))
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), reverse=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     return path
+
+
+def _unit(most: int) -> tuple[str, int]:
+    """Return the unit for a run whose peak is `most`, and its bytes: MiB where GiB would all be 0.00."""
+    return ("GiB", GIB) if most >= GIB // 2 else ("MiB", 2**20)
 
 
 def _mark_phases(axes: Any, timeline: Sequence[Moment]) -> None:
@@ -103,10 +113,13 @@ def format_memory(timeline: Sequence[Moment], *, width: int = 72, height: int = 
     top = sum(peak.values()) or 1
     stacks = [_stack(alive, top=top, height=height) for _, _, alive in columns]
     at = next(number for number, column in enumerate(columns) if column[0] == index)
-    text = Text(" " * (9 + at) + f"v peak {top / GIB:.2f} GiB in {phase}\n")
+    unit, size = _unit(top)
+    label = f"peak {top / size:.2f} {unit} in {phase}"
+    has_room = at < len(columns) / 2 or len(label) > 8 + at
+    text = Text(f"{'':{9 + at}}v {label}\n" if has_room else f"{label:>{8 + at}} v\n")
     for row in reversed(range(height)):
         text.append(
-            f"{top * (row + 1) / height / GIB:7.2f} |"
+            f"{top * (row + 1) / height / size:7.2f} |"
             if row % 3 == height % 3 - 1 or row == height - 1
             else " " * 8 + "|"
         )
@@ -116,9 +129,9 @@ def format_memory(timeline: Sequence[Moment], *, width: int = 72, height: int = 
         text.append("\n")
     text.append(" " * 8 + "+" + "-" * len(columns) + "\n" + " " * 9 + _phase_line(columns) + "\n")
     for category in STACK:
-        if peak.get(category, 0) >= 0.005 * GIB:
+        if peak.get(category, 0) >= 0.005 * size:
             text.append(f"{'':9}{LETTERS[category]} ", style=COLOURS[category])
-            text.append(f"{category.replace('_', ' '):22}{peak[category] / GIB:8.2f} GiB at the peak\n")
+            text.append(f"{category.replace('_', ' '):22}{peak[category] / size:8.2f} {unit} at the peak\n")
     return text
 
 

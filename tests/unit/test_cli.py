@@ -52,14 +52,14 @@ def test_help_answers_quickly() -> None:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
         assert result.returncode == 0
-        for name in ("train", "export", "simulate", "verify", "schema"):
+        for name in ("train", "export", "simulate", "plan", "verify", "schema"):
             assert name in result.stdout
     assert min(seconds) < 1.0
 
 
 def test_train_help_names_its_flags_and_the_overrides() -> None:
     text = command("train", "--help").stdout
-    for word in ("--config", "--processes", "--profile", "--section.key=value"):
+    for word in ("--config", "--processes", "--profile", "--plan", "--section.key=value"):
         assert word in text
 
 
@@ -77,6 +77,7 @@ def test_only_commands_that_exist_are_listed() -> None:
         "export",
         "verify",
         "simulate",
+        "plan",
         "schema",
     }
 
@@ -103,6 +104,7 @@ def test_schema_prints_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
         (["--precision=fp32", "--profile", "nosuch.yaml"], ["profile does not exist", "nosuch.yaml"]),
         (["--processes", "2", "--batch.global_batch_size=7"], ["7 = 1 x accumulation x 2"]),
         (["--precision=fp32", "--processes", "0"], ["--processes 0"]),
+        (["--precision=fp32", "--plan", "out"], ["--plan out", "--config DIR/run.yaml"]),
     ],
     ids=str,
 )
@@ -159,6 +161,15 @@ def run_script(folder: Path, *words: str, **environ: str) -> subprocess.Complete
         env={**base, **environ},
         check=False,
     )
+
+
+def test_plan_auto_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They plan, not the launcher: so it is the same under a bare `accelerate launch`."""
+    seen = {}
+    monkeypatch.setattr(cli, "launch", lambda config, **words: seen.update(words) or 0)
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--plan", "auto", "--precision=bf16"])
+    assert seen["arguments"] == ["--plan", "auto", "--precision=bf16"]
 
 
 def test_script_names_the_rank_that_failed(tmp_path: Path) -> None:
@@ -223,7 +234,7 @@ def test_a_failure_of_an_earlier_run_is_replaced_and_its_step_kept(tmp_path: Pat
 
 def test_public_names_load_on_first_use() -> None:
     assert fsdp_trainer.Config is Config
-    assert {"Config", "finetune", "__version__"} <= set(dir(fsdp_trainer))
+    assert {"Config", "finetune", "plan", "simulate", "__version__"} <= set(dir(fsdp_trainer))
     with pytest.raises(AttributeError, match="nosuch"):
         fsdp_trainer.nosuch  # noqa: B018
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 from ruamel.yaml import YAML
 
-from docs import make_combinations, make_configuration, make_resuming
+from docs import make_combinations, make_configuration, make_planning, make_resuming
+from fsdp_trainer import cli
 from fsdp_trainer.config import Config
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.resume_rules import RULES
+from tests.plans import model_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,6 +65,55 @@ def test_combinations_are_refused_as_a_settings_file_is(
         assert bool(said) == bool(problems), (combination, said)
         # What depends on the number of ranks is asked only where nothing else is wrong.
         assert all(problem in said or "offloading the optimizer at stage 0" in problem for problem in problems)
+
+
+def test_planning_page_is_up_to_date() -> None:
+    page = make_planning.PAGE.read_text(encoding="utf-8")
+    assert make_planning.format_page(page) == page, "run python docs/make_planning.py"
+
+
+def planning_example(folder: Path, text: str) -> str:
+    """The example about a model of this machine, answered by the closed form."""
+    return text.replace("Qwen/Qwen2.5-7B", model_folder(folder)).replace(
+        'host_ram="128GiB"', 'host_ram="128GiB", quick=True'
+    )
+
+
+PLANNING = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("line", re.findall(r"```bash\n(.*?)\n```", PLANNING, flags=re.DOTALL))
+def test_planning_commands_run(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(f"model: {{path: {model_folder(tmp_path)}}}\ndata: {{seq_len: 512}}\nprecision: bf16\n")
+    name, *words = shlex.split(planning_example(tmp_path, line))
+    assert name == "fsdp-trainer"
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*words, "--quick"])
+    assert ended.value.code in (0, None)
+    printed = capsys.readouterr().out
+    assert ">1 " in printed
+    assert ("fsdp-trainer train --config planned/run.yaml" in printed) == ("--write planned" in line)
+
+
+@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", PLANNING, flags=re.DOTALL))
+def test_planning_code_runs(block: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(planning_example(tmp_path, block), "planning.md", "exec"), {})
+    assert "zero_stage=3" in capsys.readouterr().out
+
+
+def test_planning_page_names_every_flag_and_key(tmp_path: Path) -> None:
+    from fsdp_trainer.cli_plan import FLAGS
+    from tests.plans import make_plan
+
+    for flag in set(FLAGS) - {"--config"}:
+        assert f"| `{flag}" in PLANNING, flag
+    found = make_plan(tmp_path).to_json()
+    own = set(found["candidates"][0]) - set(found["candidates"][0]["phases"])
+    for name in {*found, *(own & {"quality", "gives_up", "source", "host_node_gib", "run_seconds", "fits", "lacks"})}:
+        assert f"`{name}`" in PLANNING or f"`candidates[].{name}`" in PLANNING, name
 
 
 def yaml_blocks(page: str) -> list[str]:

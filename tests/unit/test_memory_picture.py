@@ -34,7 +34,8 @@ def test_every_kind_has_its_place_and_letter() -> None:
 def test_peak_is_marked_above_its_column(width: int) -> None:
     """One allocation among a thousand, gone at once: it must be seen, and nothing stands higher."""
     lines = format_memory(make_timeline(), width=width, height=10).plain.splitlines()
-    column = lines[0].index("v peak 5.62 GiB in backward")
+    column = lines[0].index(" v") + 1
+    assert "peak 5.62 GiB in backward" in lines[0]
     assert lines[1][column] == LETTERS["temporaries"]
     assert set(lines[1][9:]) <= {" ", LETTERS["temporaries"]}
     cells = [line[column] for line in lines[1:11]]

@@ -63,3 +63,16 @@ def test_timeline_keeps_the_peak() -> None:
     assert max(sum(kinds.values()) for _, _, kinds in timeline) == ledger.peak[0] == 15100
     assert [event for event, _, _ in timeline] == sorted(event for event, _, _ in timeline)
     assert timeline[-1][2]["parameters"] == 100
+
+
+def test_outline_is_short_and_keeps_the_peak_of_every_phase() -> None:
+    """Also of a phase that only frees, whose peak is what is there as it begins."""
+    lives = [(5, 1, 2, {}) for _ in range(3000)]
+    ledger = make((100, 0, None, {"category": "parameters"}), *lives, (9, 3, 4, {}))
+    outline = ledger.outline
+    assert 100 < len(outline) <= 210
+    peaks: dict[str, int] = {}
+    for _, phase, kinds in outline:
+        assert 0 not in kinds.values()
+        peaks[phase] = max(peaks.get(phase, 0), sum(kinds.values()))
+    assert peaks == ledger.phases == {"load": 100, "forward": 15100, "backward": 15100, "step": 109}
