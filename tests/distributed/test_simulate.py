@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -302,14 +303,21 @@ def test_small_model_is_what_the_numbers_say() -> None:
     )
 
 
-# Small enough for a simulation in a few seconds: what benchmarks/what_fits.json keeps of a plan.
-@pytest.mark.parametrize("place", [("Qwen3 0.6B", "1x24"), ("Llama 3.2 1B", "4x24")])
-def test_a_plan_of_the_readme_is_what_simulate_says(place: tuple[str, str]) -> None:
-    cell = next(cell for cell in load_cells() if (cell["model"], cell["machine"]) == place)
-    kept, gpus = cell["simulated"], machine_of(cell).gpus
-    with model_folder(cell["model"]) as folder:
-        values = {**cell["settings"], "model.path": folder}
-        said = run_ranks(simulation_runs.simulate_all, 1, {"it": values}, gpus)[0]["it"]["json"]
-    assert said["allocated_gib"] == pytest.approx(kept["allocated_gib"], abs=0.001)
-    assert said["min_capacity_gib"] == pytest.approx(kept["min_capacity_gib"], abs=0.001)
-    assert said["fits"]
+def test_plans_of_the_readme_are_what_simulate_says() -> None:
+    """Two of small models and few micro-batches, which a simulation takes a few seconds for."""
+    places = [("Qwen3 0.6B", "8x80"), ("Llama 3.2 1B", "8x80")]
+    cells = {cell["model"]: cell for cell in load_cells() if (cell["model"], cell["machine"]) in places}
+    assert len(cells) == len(places)
+    with contextlib.ExitStack() as folders:
+        values = {
+            model: {**cell["settings"], "model.path": folders.enter_context(model_folder(model))}
+            for model, cell in cells.items()
+        }
+        gpus = machine_of(cells["Qwen3 0.6B"]).gpus
+        said = run_ranks(simulation_runs.simulate_all, 1, values, gpus, timeout=180)[0]
+    for model, cell in cells.items():
+        assert said[model]["json"]["allocated_gib"] == pytest.approx(cell["simulated"]["allocated_gib"], abs=0.001)
+        assert said[model]["json"]["min_capacity_gib"] == pytest.approx(
+            cell["simulated"]["min_capacity_gib"], abs=0.001
+        )
+        assert said[model]["json"]["fits"]
