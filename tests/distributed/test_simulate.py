@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from docs.make_readme_table import load_cells, machine_of, model_folder
 from fsdp_trainer import Config, cuda_allocator
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.memory.hardware import parse_gpus, read_overheads
@@ -302,22 +303,21 @@ def test_small_model_is_what_the_numbers_say() -> None:
     )
 
 
-README_ROW = re.compile(r"^\| (\w[\w. ]+B) \| (\d+) ([\w ]+?) \| ([\d.]+) \| ([\d.]+) \| (yes|no)", re.M)
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.mark.parametrize(("model", "row"), [("qwen3-0.6b", "Qwen3 0.6B"), ("llama-3.2-1b", "Llama 3.2 1B")])
-def test_the_table_of_the_readme_is_what_simulate_says(model: str, row: str, tmp_path: Path) -> None:
-    """The last row of each of two models."""
-    found = [match for match in README_ROW.findall((ROOT / "README.md").read_text()) if match[0] == row]
-    _, count, gpu, needs, has, fits = found[-1]
-    (tmp_path / "config.json").write_text((ROOT / "benchmarks" / "models" / f"{model}.json").read_text())
-    values = {
-        "model": {"path": str(tmp_path)},
-        "data": {"seq_len": 4096},
-        "batch": {"global_batch_size": 4 * int(count), "micro_batch_size": 1},
-    }
-    said = run_ranks(simulation_runs.simulate_all, 1, {"it": values}, f"{count}x{gpu}")[0]["it"]["json"]
-    assert said["min_capacity_gib"] == pytest.approx(float(needs), abs=0.06)
-    assert said["limit"] == pytest.approx(float(has), abs=0.06)
-    assert said["fits"] == (fits == "yes")
+def test_plans_of_the_readme_are_what_simulate_says() -> None:
+    """Two of small models and few micro-batches, which a simulation takes a few seconds for."""
+    places = [("Qwen3 0.6B", "8x80"), ("Llama 3.2 1B", "8x80")]
+    cells = {cell["model"]: cell for cell in load_cells() if (cell["model"], cell["machine"]) in places}
+    assert len(cells) == len(places)
+    with contextlib.ExitStack() as folders:
+        values = {
+            model: {**cell["settings"], "model.path": folders.enter_context(model_folder(model))}
+            for model, cell in cells.items()
+        }
+        gpus = machine_of(cells["Qwen3 0.6B"]).gpus
+        said = run_ranks(simulation_runs.simulate_all, 1, values, gpus, timeout=180)[0]
+    for model, cell in cells.items():
+        assert said[model]["json"]["allocated_gib"] == pytest.approx(cell["simulated"]["allocated_gib"], abs=0.001)
+        assert said[model]["json"]["min_capacity_gib"] == pytest.approx(
+            cell["simulated"]["min_capacity_gib"], abs=0.001
+        )
+        assert said[model]["json"]["fits"]

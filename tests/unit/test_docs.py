@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from docs import make_combinations, make_configuration, make_planning, make_resuming
+from docs import (
+    make_claims,
+    make_combinations,
+    make_configuration,
+    make_planning,
+    make_readme_table,
+    make_resuming,
+)
+from docs.claim_cases import Case, Claim
+from docs.claims import find_claims
 from fsdp_trainer import cli
 from fsdp_trainer.config import Config
 from fsdp_trainer.errors import ConfigError
@@ -114,6 +123,49 @@ def test_planning_page_names_every_flag_and_key(tmp_path: Path) -> None:
     own = set(found["candidates"][0]) - set(found["candidates"][0]["phases"])
     for name in {*found, *(own & {"quality", "gives_up", "source", "host_node_gib", "run_seconds", "fits", "lacks"})}:
         assert f"`{name}`" in PLANNING or f"`candidates[].{name}`" in PLANNING, name
+
+
+def test_claims_page_is_up_to_date() -> None:
+    expected = make_claims.format_page(find_claims())
+    assert make_claims.PAGE.read_text(encoding="utf-8") == expected, "run python -m docs.make_claims"
+
+
+@pytest.mark.parametrize(
+    ("holds", "verdict", "conditions"),
+    [
+        ([True, True, True], "right", ""),
+        ([False, False, False], "wrong", ""),
+        ([True, True, False], "right only when", "small"),
+        ([True, False, False], "right only when", "small (A)"),
+        ([False, False, None], "right only when", "large (A perhaps)"),
+    ],
+)
+def test_a_verdict_follows_from_the_cases(holds: list[bool | None], verdict: str, conditions: str) -> None:
+    places = [("small", "A"), ("small", "B"), ("large", "A")]
+    cases = [Case(what, "1 GB", found, model) for (what, model), found in zip(places, holds, strict=True)]
+    claim = Claim(said="It fits.", rule="at most 1 GB", cases=cases, advice="")
+    assert (claim.verdict, claim.conditions) == (verdict, conditions)
+
+
+@pytest.fixture(scope="module")
+def plans() -> make_readme_table.Plans:
+    """Return the kept plans; whether they are still the best is not asked here, that takes minutes."""
+    return make_readme_table.find_plans(make_readme_table.load_cells())
+
+
+def test_what_fits_is_up_to_date(plans: make_readme_table.Plans) -> None:
+    readme = make_readme_table.README.read_text(encoding="utf-8")
+    how = "run python -m docs.make_readme_table"
+    assert make_readme_table.PAGE.read_text(encoding="utf-8") == make_readme_table.format_page(plans), how
+    assert readme == make_readme_table.replace_between(readme, make_readme_table.format_table(plans)), how
+
+
+def test_every_plan_of_the_readme_fits(plans: make_readme_table.Plans) -> None:
+    fitting = [found for found in plans.values() if isinstance(found, make_readme_table.Plan)]
+    assert fitting
+    for found in fitting:
+        assert (found.least or found.allocated) < found.limit
+        assert found.host < found.machine.host_gib
 
 
 def yaml_blocks(page: str) -> list[str]:
