@@ -12,13 +12,12 @@ from unittest.mock import patch
 
 from fsdp_trainer.memory.estimate_model import ACTIVATION_SAVES, NORM_SAVES
 
-KEPT_BYTES = {"bf16": 2, "fp32": 4}
-OWN_BYTES_PER_LOGIT = 12  # a plain loss at its peak where nothing keeps the logits of the output, as here
+_HELD_BYTES = {"bf16": 2, "fp32": 4}
 
 
-def bytes_per_logit(words: Mapping[str, Any]) -> int:
-    """Return what a plain loss takes at its peak in the row's program, for the closed form."""
-    return OWN_BYTES_PER_LOGIT + KEPT_BYTES.get(words.get("kept_logits", ""), 0)
+def held_bytes_per_logit(words: Mapping[str, Any]) -> int:
+    """Return what the row's program holds of its output's logits at every moment of a step, 0 where it drops them."""
+    return _HELD_BYTES.get(words.get("kept_logits", ""), 0)
 
 
 @contextlib.contextmanager
@@ -102,7 +101,7 @@ def kept_logits(dtype: str) -> Any:
 
 
 def cut_loss() -> Any:
-    """A linear cross-entropy in one kernel: no logits, gradients in the dtype of what they are of, made in the backward.
+    """A linear cross-entropy in one kernel: no logits, and gradients in their tensors' dtype, made in the backward.
 
     The head's table is copied whole for it (NeMo AutoModel: `DTensor.full_tensor()`), beside the gathered one.
     """

@@ -1,8 +1,7 @@
-"""benchmarks/planner_programs.py: what each change to a simulation adds or takes, in bytes that follow from the model."""
+"""benchmarks/planner_programs.py: what each change to a simulation adds or takes, by the model's numbers."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
