@@ -142,6 +142,8 @@ def _predict_closed_form(row: Row, shape: ModelShape, settings: StepSettings) ->
     else:
         allocated = sum(find_peak(estimate_step(shape, settings))[2].values())
     allocated += held_bytes_per_logit(row.words) * settings.tokens * shape.vocab
+    if row.words.get("checkpointed_parts"):  # four hidden states of a layer are kept where it counts one
+        allocated += 3 * 2 * shape.hidden * settings.tokens * shape.layers
     limit = hardware.usable_bytes - hardware.outside_bytes
     fits = False if allocated > limit else True if allocated * ALLOCATOR_MARGIN <= limit else None
     return {"allocated_gib": round(allocated / GIB, 2), "fits": fits}
@@ -252,9 +254,10 @@ def _side(row: Row, predicted: Mapping[str, Any]) -> str:
     return ", ".join(f"{method} {words[answer]}" for method, answer in found.items()) or "bound only"
 
 
-def errors_of(method: str, results: Mapping[str, Any]) -> dict[str, float]:
-    """Return {row: relative error} of every row whose kind the method predicts."""
-    found = {row.id: dict(compare(row, results[row.id])) for row in read_rows()}
+def errors_of(method: str, results: Mapping[str, Any], *, held_out: bool = False) -> dict[str, float]:
+    """Return {row: relative error} of every row whose kind the method predicts, or of those that were held out."""
+    rows = [row for row in read_rows() if row.words.get("held_out", False) is held_out]
+    found = {row.id: dict(compare(row, results[row.id])) for row in rows}
     return {id: errors[method] for id, errors in found.items() if method in errors}
 
 
@@ -270,6 +273,11 @@ def _statistics(rows: list[Row], results: Mapping[str, Any]) -> str:
             f"{len(sides)} rows where only the side of a limit is known, {sides.count(True)} right, "
             f"{sides.count(None)} undecided, {sides.count(False)} wrong ({_met(not sides.count(False))})"
         )
+    errors = [abs(error) for error in errors_of("full", results, held_out=True).values()]
+    lines.append(
+        f"- full, {len(errors)} further rows of one of the programs, read and predicted once, when the settings stood: "
+        f"median error {statistics.median(errors):.1%}, largest {max(errors):.1%}"
+    )
     return "\n".join(lines)
 
 
