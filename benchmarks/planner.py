@@ -8,7 +8,6 @@ why a row is left out, is data: planner_rows.yaml. Nothing here is fitted to a r
 from __future__ import annotations
 
 import argparse
-import contextlib
 import csv
 import json
 import statistics
@@ -18,14 +17,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from ruamel.yaml import YAML
 
+from benchmarks.planner_programs import closed_form_of, held_bytes_per_logit, simulated_as
 from fsdp_trainer.config import Config
 from fsdp_trainer.memory.estimate import GIB, RECIPES, estimate_loss
 from fsdp_trainer.memory.estimate_model import (
-    NORM_SAVES,
     ModelShape,
     count_layers,
     count_parameters,
@@ -39,7 +37,7 @@ from fsdp_trainer.memory.quick import ALLOCATOR_MARGIN, step_settings
 
 HERE = Path(__file__).parent
 RESULTS, TABLE = HERE / "planner.json", HERE / "PLANNER.md"
-OWN_BYTES_PER_LOGIT = 12  # plain loss here: nothing keeps the logits of the output
+TARGET_MEDIAN, TARGET_NEAR, NEAR = 0.05, 0.9, 0.1  # median error, share of rows that are near, and what near is
 
 
 @dataclass(frozen=True)
@@ -64,6 +62,8 @@ class Row:
     @property
     def kind(self) -> str:
         """What was published: allocated | reserved | fits | OOM | unclear."""
+        if self.words.get("unclear_kind"):  # points.csv takes it for one kind where the source names none
+            return "unclear"
         kind = self.point["peak_kind"].split("(")[0].strip()
         if kind.startswith(("allocated", "active")):
             return "allocated"
@@ -85,7 +85,7 @@ class Row:
             "optim.implementation": "fused" if words.get("fused") else "foreach",
             "loss.kind": words.get("loss", "plain"),
             "batch.micro_batch_size": micro,
-            "batch.global_batch_size": micro * ranks,
+            "batch.global_batch_size": micro * ranks * words.get("accumulation", 1),
             "sharding.zero_stage": words.get("stage", 3),
             "activation_checkpointing.mode": words.get("checkpointing", "full"),
             "export.at_end": False,
@@ -93,6 +93,8 @@ class Row:
         if self.pure and self.expressed:
             settings |= {"precision": "bf16_pure", "sharding.reduce_dtype": "bf16", "optim.state_dtype": "bf16"}
             settings["optim.implementation"] = "fused"  # of bf16 state the step is ours, in pieces
+        if "reduce" in words:
+            settings["sharding.reduce_dtype"] = words["reduce"]
         if "every_n" in words:
             settings["activation_checkpointing.every_n"] = words["every_n"]
         return Config.from_dict(settings)
@@ -125,8 +127,7 @@ def predict_closed_form(row: Row) -> dict[str, Any]:
     """Return {allocated_gib, fits}; fits is null where the closed form cannot tell."""
     shape, hardware = read_model_shape(model_path(row)), row.hardware
     settings = step_settings(row.config("unused"), shape, ranks=hardware.count, capability=hardware.capability)
-    settings = replace(settings, bytes_per_logit=row.words.get("bytes_per_logit"))
-    with fused_norms() if row.words.get("fused_norms") else contextlib.nullcontext():
+    with closed_form_of(row.words):
         return _predict_closed_form(row, shape, settings)
 
 
@@ -140,25 +141,12 @@ def _predict_closed_form(row: Row, shape: ModelShape, settings: StepSettings) ->
         allocated = unsharded_peak(shape, settings)
     else:
         allocated = sum(find_peak(estimate_step(shape, settings))[2].values())
+    allocated += held_bytes_per_logit(row.words) * settings.tokens * shape.vocab
+    if row.words.get("checkpointed_parts"):  # four hidden states of a layer are kept where it counts one
+        allocated += 3 * 2 * shape.hidden * settings.tokens * shape.layers
     limit = hardware.usable_bytes - hardware.outside_bytes
     fits = False if allocated > limit else True if allocated * ALLOCATOR_MARGIN <= limit else None
     return {"allocated_gib": round(allocated / GIB, 2), "fits": fits}
-
-
-@contextlib.contextmanager
-def fused_norms() -> Iterator[None]:
-    """Give Llama the norm of a row that ran with one kernel, which keeps its input: torch's own stands for it."""
-    import torch
-    from transformers.models.llama import modeling_llama
-
-    def fused(hidden_size: int, eps: float) -> torch.nn.Module:
-        return torch.nn.RMSNorm(hidden_size, eps=eps)
-
-    with (
-        patch.object(modeling_llama, "LlamaRMSNorm", fused),
-        patch.dict(NORM_SAVES, {"rms": NORM_SAVES["layer"]}),
-    ):
-        yield
 
 
 def unsharded_peak(shape: ModelShape, settings: StepSettings) -> float:
@@ -187,21 +175,27 @@ def unsharded_peak(shape: ModelShape, settings: StepSettings) -> float:
 
 
 def predict_in_full(row: Row) -> dict[str, Any]:
-    """Return {allocated_gib, reserved_gib, min_capacity_gib, fits, seconds} of the full simulation."""
-    from fsdp_trainer.memory.simulate import simulate
+    """Return {allocated_gib, reserved_gib, min_capacity_gib, limit, fits, seconds} of the full simulation.
 
+    reserved_gib is what the row's own card would show: where the allocator would keep more than there is, it gives
+    cached blocks back, which is replayed.
+    """
+    from fsdp_trainer.memory.allocator import replay
+    from fsdp_trainer.memory.simulate import allocator_events, simulate
+
+    expandable = row.words.get("expandable", False)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(model_path(row).read_text(encoding="utf-8"), encoding="utf-8")
         started = time.monotonic()
-        with fused_norms() if row.words.get("fused_norms") else contextlib.nullcontext():
-            # The published programs left torch's allocator as it is.
-            result = simulate(row.config(folder), row.hardware, expandable_segments=False).to_json()
-    kept = ("allocated_gib", "reserved_gib", "min_capacity_gib", "limit")
-    found = {key: round(result[key], 2) for key in kept}
-    if (stated := row.words.get("bytes_per_logit")) is not None:
-        logits = row.words["seq_len"] * row.words.get("micro_batch", 1) * read_model_shape(model_path(row)).vocab
-        found["stated_logits_gib"] = round((stated - OWN_BYTES_PER_LOGIT) * logits / GIB, 2)
-    return found | {"fits": result["fits"], "seconds": round(time.monotonic() - started)}
+        with simulated_as(row.words):
+            result = simulate(row.config(folder), row.hardware, expandable_segments=expandable)
+    found = {key: round(result.to_json()[key], 2) for key in ("allocated_gib", "reserved_gib", "min_capacity_gib")}
+    if result.reserved > result.limit and result.fits:
+        assert result.ledger is not None
+        events = allocator_events(result.ledger)
+        found["reserved_gib"] = round(replay(events, expandable=expandable, capacity=result.limit).reserved / GIB, 2)
+    found |= {"limit": round(result.limit / GIB, 2), "fits": result.fits}
+    return found | {"seconds": round(time.monotonic() - started)}
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
@@ -215,8 +209,7 @@ def compare(row: Row, predicted: Mapping[str, Any]) -> Iterator[tuple[str, float
     if row.kind == "allocated":
         yield "closed form", closed["allocated_gib"] / row.published_gib - 1
     if full is not None:
-        value = full[f"{row.kind}_gib"] + full.get("stated_logits_gib", 0.0)
-        yield "full", value / row.published_gib - 1
+        yield "full", full[f"{row.kind}_gib"] / row.published_gib - 1
 
 
 def format_table(results: Mapping[str, Any]) -> str:
@@ -232,16 +225,14 @@ def format_table(results: Mapping[str, Any]) -> str:
 
 def _line(row: Row, predicted: Mapping[str, Any]) -> str:
     closed, full = predicted["closed_form"], predicted.get("full")
-    published = row.point["peak_gib"] if row.kind in ("allocated", "reserved") else row.kind
+    published = row.kind if row.published_gib is None else row.point["peak_gib"]
     errors = ", ".join(f"{method} {error:+.1%}" for method, error in compare(row, predicted))
-    kind = row.kind if row.published_gib is not None else ""
+    kind = row.kind.replace("unclear", "of no stated kind") if row.published_gib is not None else ""
     shown = [row.id, f"{published} {kind}".strip(), f"{closed['allocated_gib']:.2f}"]
     if full is None:
         shown += ["", "", ""]
     else:
-        extra = full.get("stated_logits_gib", 0.0)
-        shown += [f"{full['allocated_gib'] + extra:.2f}", f"{full['reserved_gib'] + extra:.2f}"]
-        shown += [f"{full['min_capacity_gib'] + extra:.2f}"]
+        shown += [f"{full[key]:.2f}" for key in ("allocated_gib", "reserved_gib", "min_capacity_gib")]
     return "| " + " | ".join([*shown, errors or _side(row, predicted), row.words.get("note", "")]) + " |"
 
 
@@ -256,32 +247,55 @@ def answers(row: Row, predicted: Mapping[str, Any]) -> dict[str, bool | None]:
 
 
 def _side(row: Row, predicted: Mapping[str, Any]) -> str:
+    if row.kind == "unclear":
+        return "not compared"
     words = {None: "undecided", True: "right", False: "**wrong**"}
     found = answers(row, predicted)
     return ", ".join(f"{method} {words[answer]}" for method, answer in found.items()) or "bound only"
 
 
+def errors_of(method: str, results: Mapping[str, Any], *, held_out: bool = False) -> dict[str, float]:
+    """Return {row: relative error} of every row whose kind the method predicts, or of those that were held out."""
+    rows = [row for row in read_rows() if row.words.get("held_out", False) is held_out]
+    found = {row.id: dict(compare(row, results[row.id])) for row in rows}
+    return {id: errors[method] for id, errors in found.items() if method in errors}
+
+
 def _statistics(rows: list[Row], results: Mapping[str, Any]) -> str:
     lines = []
-    for method in ("closed form", "full"):
-        errors = [abs(error) for row in rows for name, error in compare(row, results[row.id]) if name == method]
+    for method in ("full", "closed form"):
+        errors = [abs(error) for error in errors_of(method, results).values()]
+        median, near = statistics.median(errors), sum(error <= NEAR for error in errors)
         sides = [found[method] for row in rows if method in (found := answers(row, results[row.id]))]
-        if errors:
-            lines.append(
-                f"- {method}: {len(errors)} rows of its kind, median error {statistics.median(errors):.1%}, "
-                f"{sum(error <= 0.1 for error in errors)} within 10 %; of {len(sides)} rows where only the side of a "
-                f"limit is known, {sides.count(True)} right, {sides.count(None)} undecided, {sides.count(False)} wrong"
-            )
+        lines.append(
+            f"- {method}: {len(errors)} rows of its kind, median error {median:.1%} "
+            f"({_met(median <= TARGET_MEDIAN)}), {near} within 10 % ({_met(near >= TARGET_NEAR * len(errors))}); of "
+            f"{len(sides)} rows where only the side of a limit is known, {sides.count(True)} right, "
+            f"{sides.count(None)} undecided, {sides.count(False)} wrong ({_met(not sides.count(False))})"
+        )
+    errors = [abs(error) for error in errors_of("full", results, held_out=True).values()]
+    lines.append(
+        f"- full, {len(errors)} further rows of one of the programs, read and predicted once, when the settings stood: "
+        f"median error {statistics.median(errors):.1%}, largest {max(errors):.1%}"
+    )
     return "\n".join(lines)
+
+
+def _met(met: bool) -> str:
+    return "met" if met else "**missed**"
 
 
 HEAD = """# Predicted and published memory
 
 Generated by `python -m benchmarks.planner` from [points.csv](points.csv) (published by others, with their sources) and
-[planner_rows.yaml](planner_rows.yaml) (the settings that stand for each row). GiB of one GPU. Allocated is compared
-with allocated and reserved with reserved; the closed form knows no allocator, so beside a reserved row its figure is
-only a lower bound. No constant is fitted to a row. The programs differ: rows come from other trainers, with other units
-of sharding, fused or compiled kernels and older versions of torch.
+[planner_rows.yaml](planner_rows.yaml) (the settings that stand for each row, with the source of each). GiB of one GPU.
+Allocated is compared with allocated and reserved with reserved; the closed form knows no allocator, so beside a
+reserved row its figure is only a lower bound. No constant is fitted to a row: what a row's program does otherwise than
+this trainer is read in that program's source and done to the simulation (planner_programs.py). The programs run other
+versions of torch, and some other units of sharding or compiled layers, which are predicted as if they did not.
+
+Targets: median error 5 %, 90 % of the rows within 10 %, no row that ran called too big, none that ran out of memory
+called fitting.
 """
 COLUMNS = "| row | published | closed form | full: allocated | reserved | least capacity | error | note |"
 

@@ -12,6 +12,7 @@ import pytest
 from docs.make_readme_table import load_cells, machine_of, model_folder
 from fsdp_trainer import Config, cuda_allocator
 from fsdp_trainer.errors import ConfigError
+from fsdp_trainer.memory.estimate import estimate_deepspeed
 from fsdp_trainer.memory.hardware import parse_gpus, read_overheads
 from fsdp_trainer.memory.host import WORKER_BYTES
 from fsdp_trainer.memory.machine import machine_bytes
@@ -125,8 +126,19 @@ def test_json_has_its_keys_and_states_are_exact(runs: dict[str, Any]) -> None:
     assert result["allocated_gib"] <= result["min_capacity_gib"] <= result["reserved_gib"]
 
 
+def test_an_estimate_of_states_misses_the_step(runs: dict[str, Any]) -> None:
+    """Section M, estimates: DeepSpeed's counts 18 bytes a parameter over the ranks, and the ledger names the rest."""
+    estimate = estimate_deepspeed(PARAMETERS, largest_layer=VOCABULARY * HIDDEN, gpus_per_node=8, zero_stage=3).gpu
+    states = {"parameters", "gradients", "optimizer_state"}
+    for name in ("base", "packed"):
+        held = runs[name]["breakdown"]
+        rest = sum(size for kind, size in held.items() if kind not in states) - WORKSPACES
+        assert sum(held.values()) - WORKSPACES > 2 * estimate, name
+        assert rest > estimate, name  # what an estimate of states cannot know
+
+
 def test_first_step_spike_of_foreach(runs: dict[str, Any]) -> None:
-    """foreach needs one more copy of its larger group of shards where the states appear, fused none."""
+    """Report 99: foreach needs one more copy of its larger group of shards where the states appear, fused none."""
     fused, foreach = (runs[name]["phases"]["step"] for name in ("base", "foreach"))
     assert fused == pytest.approx(4 * SHARD + WORKSPACES, rel=0.001)
     embedding = 4 * VOCABULARY * HIDDEN // 8  # is not decayed, so it is stepped apart
@@ -146,7 +158,7 @@ def test_97_loading_takes_the_shards_alone(runs: dict[str, Any]) -> None:
 
 
 def test_logits_spike(runs: dict[str, Any]) -> None:
-    """Plain: bf16 and fp32 logits and a gradient of each at once; chunked: one chunk of them."""
+    """Report 100. Plain: bf16 and fp32 logits and a gradient of each at once; chunked: one chunk of them."""
     plain, chunked = (max(runs[name]["phases"].values()) for name in ("plain", "chunked"))
     logits = TOKENS * LARGE["vocab_size"]
     assert runs["plain"]["largest"]["temporaries"] >= 4 * logits
@@ -157,7 +169,7 @@ def test_logits_spike(runs: dict[str, Any]) -> None:
 
 
 def test_reduction_buffer_holds_one_table(runs: dict[str, Any]) -> None:
-    """Untied, embedding and head are units of their own: no buffer for both."""
+    """Report 101: untied, embedding and head are units of their own: no buffer for both."""
     table = 4 * VOCABULARY * HIDDEN
     assert runs["base"]["largest"]["communication_buffers"] == pytest.approx(table, rel=0.01)
     assert runs["tied"]["largest"]["communication_buffers"] == pytest.approx(table, rel=0.01)
