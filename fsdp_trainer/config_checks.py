@@ -75,7 +75,6 @@ _LATER: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "activation_checkpointing.mode: full or every_n_layers",
     ),
     ("activation_checkpointing.offload", lambda value: value, "activation_checkpointing.offload: false"),
-    ("optim.name", lambda value: value == "paged_adamw_8bit", "optim.name: adamw_8bit"),
     ("compile.enabled", lambda value: value, "compile.enabled: false"),
     ("profile.start", lambda value: value is not None, "profile.start: null"),
     ("rehearse", lambda value: value is True, "rehearse: auto or false"),
@@ -168,6 +167,13 @@ def _optim(config: "Config") -> Iterator[Problem]:
             because="on averages that are kept in 8 bits",
             fix="set optim.name: adamw, or leave out optim.state_dtype",
             others=("optim.name",),
+        )
+    if config.optim.name == "paged_adamw_8bit" and config.sharding.offload != "none":
+        yield Problem(
+            "paged moments would be on the host already, where an offloaded step keeps them",
+            _show(config, "optim.name", "sharding.offload"),
+            "set optim.name: adamw_8bit, or sharding.offload: none",
+            ("optim.name", "sharding.offload"),
         )
     if config.optim.weight_decay == 0:
         yield from _no_effect(
@@ -411,7 +417,8 @@ def check_learned_positions(seq_len: int, *, limit: int) -> None:
 
 def check_world_problems(config: "Config", world_size: int) -> list[Problem]:
     """Return what is wrong with the settings on this number of ranks."""
-    return [*_groups(config, world_size), *_accumulation(config, world_size), *_whole_copies(config, world_size)]
+    checks = (_groups, _accumulation, _whole_copies, _paged)
+    return [problem for check in checks for problem in check(config, world_size)]
 
 
 def _groups(config: "Config", world_size: int) -> Iterator[Problem]:
@@ -461,4 +468,14 @@ def _whole_copies(config: "Config", world_size: int) -> Iterator[Problem]:
             f"{_show(config, 'sharding.offload', 'sharding.zero_stage')}, {format_number(world_size, 'rank')}",
             "set sharding.zero_stage: 3 (or 1 or 2), or sharding.offload: none",
             ("sharding.offload", "sharding.zero_stage"),
+        )
+
+
+def _paged(config: "Config", world_size: int) -> Iterator[Problem]:
+    if config.optim.name == "paged_adamw_8bit" and config.sharding.zero_stage > 0 and world_size > 1:
+        yield Problem(
+            "paged moments are for a process that owns whole parameters, and here several own shards of each",
+            f"{_show(config, 'optim.name', 'sharding.zero_stage')}, {format_number(world_size, 'rank')}",
+            "set optim.name: adamw_8bit, of which each rank holds its share, or sharding.zero_stage: 0",
+            ("optim.name", "sharding.zero_stage"),
         )

@@ -275,7 +275,8 @@ class OptimConfig(Section):
         description="adamw keeps 8 bytes of state a parameter in fp32. adamw_8bit (bitsandbytes) keeps 2.03 of every "
         "matrix of 4096 elements and more, in blocks of 256 of each rank's own shard, and 8 of embeddings, norms and "
         "biases; over other ranks it resumes with moments quantised anew. Its step is slow on CPU. paged_adamw_8bit "
-        "(the same, able to move to the host) comes later.",
+        "is the same to the bit, and to a checkpoint, with codes in CUDA managed memory, which the driver moves to the "
+        "host where the GPU runs full: on one GPU, or with whole copies at stage 0.",
     )
     lr: Annotated[float, Field(gt=0)] = Field(
         default=1e-5,

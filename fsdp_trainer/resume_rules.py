@@ -158,7 +158,8 @@ RULES: Mapping[str, Rule] = {
     **_rules(
         "refused", "the training rows themselves differ: the position in them means something else", ROWS
     ),
-    **_rules("refused", "another optimizer has other state", "optim.name", "optim.state_dtype"),
+    **_rules("refused", "another optimizer has other state; 8-bit moments are the same, paged or not", "optim.name"),
+    **_rules("refused", "another optimizer has other state", "optim.state_dtype"),
     **_rules(
         "refused",
         "weights move differently from here on",
@@ -244,7 +245,7 @@ def _value(facts: Mapping[str, Any], name: str) -> Any:
     value: Any = facts.get("config")
     for part in name.split("."):
         value = value.get(part, _ABSENT) if isinstance(value, Mapping) else _ABSENT
-    return value
+    return "adamw_8bit" if (name, value) == ("optim.name", "paged_adamw_8bit") else value
 
 
 def _explain(change: Change, changes: Sequence[Change]) -> str:

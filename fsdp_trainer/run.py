@@ -16,6 +16,7 @@ from fsdp_trainer.activation_checkpointing import apply_activation_checkpointing
 from fsdp_trainer.attention import describe_fallback
 from fsdp_trainer.config import Config
 from fsdp_trainer.decoder_probe import check_decoder
+from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.launch_profile import check_layer_class
 from fsdp_trainer.loading import initialize_randomly, load_weights, plan_loading
 from fsdp_trainer.loss import attach_loss, find_logit_transform
@@ -162,6 +163,12 @@ def check_model(config: Config, runtime: Runtime) -> None:
 
 def _check_machine(config: Config, runtime: Runtime) -> None:
     check_precision(config.precision, runtime.device)
+    if config.optim.name == "paged_adamw_8bit" and runtime.device.type != "cuda" and not runtime.simulated:
+        raise ConfigError(
+            "Paged memory is the CUDA driver's: there is no GPU that it could leave.",
+            values=f"optim.name: paged_adamw_8bit on {runtime.device.type}",
+            fix="set optim.name: adamw_8bit, whose checkpoints are the same",
+        )
     if config.optim.name != "adamw":
         load_kernels()
 
@@ -201,11 +208,12 @@ def _build_optimizer(model: nn.Module, config: Config, sharding: Sharding, runti
         return build_adamw(groups, **numbers, implementation=optim.implementation)
     on_host = sharding.offload_params or (sharding.host_gradients and optim.offload_step == "host")
     computes_on = torch.device("cpu") if on_host else runtime.device
+    is_paged = optim.name == "paged_adamw_8bit"
     numbers |= {
         "state_dtype": COMPUTE_DTYPES[optim.state_dtype],
         "seed": config.train.seed,
         "shard": sharding.shard,
-        "eight_bit": choose_8bit(model, device=computes_on) if optim.name == "adamw_8bit" else None,
+        "eight_bit": None if optim.name == "adamw" else choose_8bit(model, device=computes_on, paged=is_paged),
     }
     if not sharding.host_gradients:
         return ShardedAdamW(groups, **numbers)

@@ -93,7 +93,7 @@ def digest(tensor: torch.Tensor) -> str:
     """Return a short hash of dtype, shape and every bit."""
     import torch
 
-    local = tensor.detach().contiguous()
+    local = tensor.detach().cpu().contiguous()
     content = local.flatten().view(torch.uint8).numpy().tobytes() if local.numel() else b""
     return hashlib.sha256(f"{local.dtype}{list(local.shape)}".encode() + content).hexdigest()[:16]
 

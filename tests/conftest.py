@@ -1,4 +1,4 @@
-"""Fixtures every test can use: tiny model folders, made once a session on a forked rank."""
+"""Fixtures every test can use: tiny models and what a plain loop makes of them, once a session on a forked rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests import models
+from tests import models, reference, twenty_steps
 from tests.ranks import run_ranks
 
 
@@ -21,3 +21,17 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], st
         return made[kind]
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def twenty_reference_steps(model_folder: Callable[[str], str]) -> Callable[[str, bool], reference.Result]:
+    """Return a function of (model, whether a layer is frozen) that trains the reference of tests/twenty_steps.py."""
+    found: dict[tuple[str, bool], reference.Result] = {}
+
+    def get(kind: str, frozen: bool) -> reference.Result:
+        if (kind, frozen) not in found:
+            names = twenty_steps.frozen_part(kind, frozen)
+            found[kind, frozen] = run_ranks(twenty_steps.train_reference, 1, model_folder(kind), names, timeout=300)[0]
+        return found[kind, frozen]
+
+    return get

@@ -22,29 +22,6 @@ def losses(run: Any, first: int, last: int) -> list[float]:
     return found
 
 
-def train_all(cases: dict[str, dict[str, Any]], rows: Any, rates: list[float]) -> dict[str, Any]:
-    """Train several runs in one group of ranks, a step on each of `rows` at each of `rates`.
-
-    Returns of each the losses, whether any step was skipped, and the whole weights by name.
-    """
-    from fsdp_trainer.step import train_step
-    from tests import step_runs
-
-    found = {}
-    for name, settings in cases.items():
-        run = runs.build(settings)
-        outputs = [
-            train_step(run, window_of(run, rows[step]), learning_rate=rate, optimizer_step=step)
-            for step, rate in enumerate(rates)
-        ]
-        found[name] = {
-            "losses": [output.loss.item() for output in outputs],
-            "skipped": sum(output.skipped.item() for output in outputs),
-            "weights": {key: tensor.float() for key, tensor in step_runs.parameters(run).items()},
-        }
-    return found
-
-
 def train_and_save(settings: dict[str, Any], saved: int, total: int) -> dict[str, Any]:
     """Train `total` steps, save after `saved` of them; return the moments then and the losses from there on."""
     run = runs.build(settings)

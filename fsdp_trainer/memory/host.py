@@ -48,9 +48,10 @@ class HostMemory:
 class ProcessParts:
     """What one training process holds on the host, in bytes.
 
-    process: with everything imported. loading: while weights are read or drawn. masters: offloaded weights as loaded.
-    resident: the most of offloaded weights, gradients and optimizer state while training, pinned blocks as torch rounds
-    them. staged: the copy that a save makes, kept from the first one on where `keeps_staged`. exported: one file.
+    process: with everything imported. loading: while weights are read or drawn. masters: offloaded weights as loaded,
+    and paged state. resident: the most of offloaded weights, gradients and optimizer state while training, pinned
+    blocks as torch rounds them. staged: the copy that a save makes, kept from the first one on where `keeps_staged`.
+    exported: one file.
     """
 
     process: int
@@ -86,6 +87,7 @@ def estimate_process(
     shards: int,
     offload: Literal["none", "optimizer", "params"] = "none",
     landing_bytes: int = 0,
+    paged_bytes: int = 0,
     random_init: bool = False,
     async_save: bool = True,
     exports: bool = True,
@@ -97,7 +99,7 @@ def estimate_process(
     """Return the parts in closed form; `shards` is the number of ranks one copy of the weights is spread over.
 
     Offloaded weights and gradients are pinned: with `offload: params` in torch's blocks, with `optimizer` at their own
-    size, and `landing_bytes` more in which gradients arrive.
+    size, and `landing_bytes` more in which gradients arrive. `paged_bytes` are what the driver may move here.
     """
     parameters = count_parameters(shape)
     weights = round(weights_bytes * parameters) // shards
@@ -111,8 +113,8 @@ def estimate_process(
     return ProcessParts(
         process=process_bytes,
         loading=loading_bytes(parameters, random_init=random_init),
-        masters=masters,
-        resident=0 if offload == "none" else masters + arriving + state,
+        masters=masters + paged_bytes,
+        resident=paged_bytes if offload == "none" else masters + arriving + state,
         staged=weights + state if async_save else 4 * shape.vocab * shape.hidden // shards,
         keeps_staged=async_save,
         exported=min(EXPORTED_FILE_BYTES, export_bytes * parameters) if exports else 0,

@@ -16,6 +16,7 @@ from fsdp_trainer.memory.estimate_model import (
     Attention,
     ModelShape,
     count_layer_parameters,
+    count_matrices,
     count_parameters,
     read_model_shape,
 )
@@ -29,6 +30,7 @@ from fsdp_trainer.memory.simulation import check_precision
 from fsdp_trainer.memory.timing import time_json
 from fsdp_trainer.units import format_bytes, format_count
 
+_CODES = 2  # bytes a parameter of an 8-bit state, its scales apart
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "bf16_pure": 2}
 # A run needs at least what is allocated and, in the published cases that were replayed, up to 16 % more capacity for
 # what the allocator cannot use. Between the two the closed form does not decide.
@@ -154,6 +156,8 @@ def recipe_of(config: Config) -> Recipe:
 def _on_device(config: Config) -> Recipe:
     """Return the part of the recipe that GPUs hold."""
     recipe = recipe_of(config)
+    if config.optim.name == "paged_adamw_8bit":
+        return replace(recipe, optimizer_state=ADAMW_8BIT_STATE - _CODES)
     if config.sharding.offload != "optimizer":
         return recipe
     compute = _BYTES[config.precision]
@@ -215,6 +219,7 @@ def _process(config: Config, hardware: Hardware, shape: ModelShape, settings: St
         shards=settings.shards,
         offload=config.sharding.offload,
         landing_bytes=_landing(config, shape, settings),
+        paged_bytes=_CODES * count_matrices(shape) if config.optim.name == "paged_adamw_8bit" else 0,
         weights_bytes=recipe.weights,
         gradients_bytes=recipe.gradients,
         optimizer_bytes=state_bytes(shape, recipe) / count_parameters(shape),

@@ -13,7 +13,7 @@ from fsdp_trainer.memory.timing import StepTime, time_json
 GIB = 2**30
 # Techniques whose memory the simulation is known to follow, each by a test. A new one is added with its test.
 KNOWN: Mapping[str, frozenset[Any]] = {
-    "optim.name": frozenset({"adamw", "adamw_8bit"}),
+    "optim.name": frozenset({"adamw", "adamw_8bit", "paged_adamw_8bit"}),
     "optim.implementation": frozenset({"fused", "foreach"}),
     "optim.state_dtype": frozenset({"fp32", "bf16"}),
     "sharding.offload": frozenset({"none", "params", "optimizer"}),

@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_iter
 from fsdp_trainer.memory.cuda_kernels import backward_workspaces
 from fsdp_trainer.memory.ledger import PHASES, Allocation, Event, Ledger
 from fsdp_trainer.memory.work import Work, count_work
+from fsdp_trainer.optim.paged import LABEL as MANAGED
 
-_ENTER = "profiler::_record_function_enter_new"
+_ENTER, _EXIT = "profiler::_record_function_enter_new", "profiler::_record_function_exit"
 # What an operation of FSDP2 or c10d says about a tensor: name -> (category, which arguments).
 _COLLECTIVES: dict[str, tuple[int, ...]] = {
     "c10d::_allgather_base_": (0, 1),
@@ -55,9 +56,10 @@ class _Place:
 class MemoryTrace(TorchDispatchMode):
     """Context that records the allocations of one device and, apart, of the host.
 
-    Only fake tensors are counted: what a simulated run does with real ones (a plan of its mesh, say) takes no memory of
-    the run. On a pretended GPU the streams are recorded too, what CUDA kernels allocate inside themselves, and
-    `workspace` bytes for each thread that multiplies matrices; None for a device that is no GPU.
+    What the driver may move off the GPU (optim/paged.py) counts on the host. Only fake tensors are counted: what a
+    simulated run does with real ones (a plan of its mesh, say) takes no memory of the run. On a pretended GPU the
+    streams are recorded too, what CUDA kernels allocate inside themselves, and `workspace` bytes for each thread that
+    multiplies matrices; None for a device that is no GPU.
     """
 
     def __init__(self, device: torch.device, *, workspace: int | None) -> None:
@@ -72,6 +74,7 @@ class MemoryTrace(TorchDispatchMode):
         self.visits = ["load"]
         self.work: list[Work] = [[]]  # of each visit
         self._hidden = 0
+        self._in_managed_memory = False
 
     def __enter__(self) -> "MemoryTrace":
         self._resize, self._propagate = torch.UntypedStorage.resize_, _get_propagation()
@@ -145,6 +148,8 @@ class MemoryTrace(TorchDispatchMode):
             count_work(self.work[-1], func, args, kwargs, result)
         if name == _ENTER and args[0] in PHASES:
             self.enter(args[0])
+        if name in (_ENTER, _EXIT):
+            self._in_managed_memory = name == _ENTER and args[0] == MANAGED  # nothing is labelled inside it
         for leaf in tree_iter(result):
             if isinstance(leaf, torch.Tensor):
                 self._see(leaf)
@@ -195,7 +200,8 @@ class MemoryTrace(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._watched:
-            place = self._places["device" if tensor.device.type == self._device else "host"]
+            on_device = tensor.device.type == self._device and not self._in_managed_memory
+            place = self._places["device" if on_device else "host"]
             self._watched[key] = weakref.ref(storage, lambda _, key=key: self._gone(key)), place
         place = self._watched[key][1]
         if category is not None:

@@ -23,6 +23,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.optim.adamw import named_kinds
+from fsdp_trainer.optim.paged import managed_zeros
 from fsdp_trainer.units import format_count, format_number
 
 if TYPE_CHECKING:
@@ -45,13 +46,17 @@ class Tables:
 
 @dataclass(frozen=True)
 class EightBit:
-    """The parameters of a run whose moments are kept in 8 bits, and the tables they share, where the step computes."""
+    """The parameters of a run whose moments are kept in 8 bits, and the tables they share, where the step computes.
+
+    paged: their codes lie in managed memory, see paged.py.
+    """
 
     parameters: frozenset[torch.Tensor]
     tables: Tables
+    paged: bool = False
 
 
-def choose_8bit(model: nn.Module, *, device: torch.device) -> EightBit:
+def choose_8bit(model: nn.Module, *, device: torch.device, paged: bool = False) -> EightBit:
     """Return the trainable parameters whose moments are kept in 8 bits. ConfigError where bitsandbytes is missing.
 
     Asked of the whole tensor, so the answer is the same at every world size, stage and offload: matrices of at least
@@ -63,7 +68,7 @@ def choose_8bit(model: nn.Module, *, device: torch.device) -> EightBit:
         for _, parameter, kinds in named_kinds(model)
         if parameter.requires_grad and parameter.numel() >= MIN_NUMEL and kinds == {None}
     )
-    return EightBit(frozenset(chosen), build_tables(device))
+    return EightBit(frozenset(chosen), build_tables(device), paged)
 
 
 def describe_8bit(model: nn.Module, chosen: EightBit) -> list[str]:
@@ -76,6 +81,8 @@ def describe_8bit(model: nn.Module, chosen: EightBit) -> list[str]:
         f"the other {format_number(len(trained) - len(chosen.parameters), 'tensor')} ({format_count(rest)} parameters: "
         "embeddings, norms, biases and what is small) keep them in fp32"
     ]
+    if chosen.paged:
+        lines.append("the codes are in managed memory: the driver moves them to the host where the GPU runs full")
     if chosen.tables.exp_avg.device.type == "cpu":
         # Measured on one of two shared cores, 4 M parameters: 55 ns each, torch's fused AdamW 0.5 ns.
         lines.append("bitsandbytes' 8-bit step is slow on CPU: about a hundred times slower than torch's fused AdamW")
@@ -120,24 +127,37 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def initial_8bit_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+def initial_8bit_state(parameter: torch.Tensor, *, paged: bool = False) -> dict[str, torch.Tensor]:
     """Return the moments of a parameter that was never stepped: zeros, see [Note: blocks follow the shard]."""
     state: dict[str, torch.Tensor] = {}
     for codes, scales in zip(CODES, SCALES, strict=True):
-        state[codes] = torch.zeros_like(parameter, dtype=torch.uint8, requires_grad=False)
+        state[codes] = _zero_codes(parameter, paged=paged)
         state[scales] = _zero_scales(parameter)
     return state
+
+
+def _zero_codes(parameter: torch.Tensor, *, paged: bool) -> torch.Tensor:
+    if not paged:
+        return torch.zeros_like(parameter, dtype=torch.uint8, requires_grad=False)
+    local = local_part(parameter)
+    codes = managed_zeros(local.numel(), device=local.device).view(local.shape)
+    return _of_the_shards(parameter, codes, shape=parameter.shape)
 
 
 def _zero_scales(parameter: torch.Tensor) -> torch.Tensor:
     layout = shard_layout(parameter)
     row = torch.zeros(1, layout.blocks, dtype=torch.float32, device=local_part(parameter).device)
+    return _of_the_shards(parameter, row, shape=torch.Size((layout.shards, layout.blocks)))
+
+
+def _of_the_shards(parameter: torch.Tensor, local: torch.Tensor, *, shape: torch.Size) -> torch.Tensor:
+    """Return this rank's part `local` of a tensor of `shape` that is placed as `parameter` is."""
     if not isinstance(parameter, DTensor):
-        return row
-    shape = torch.Size((layout.shards, layout.blocks))
-    meta = TensorMeta(shape, (layout.blocks, 1), torch.float32)
+        return local
+    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
     # `DTensor.from_local` would move a shard that is offloaded to the host onto the mesh's device.
-    return DTensor(row, DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta), requires_grad=False)
+    spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
 
 
 @dataclass(frozen=True)

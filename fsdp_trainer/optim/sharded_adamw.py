@@ -12,7 +12,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp_trainer.memory.estimate import STEP_PIECE
-from fsdp_trainer.optim.eight_bit import EightBit, Tables, initial_8bit_state, is_8bit, piece_of, update_8bit
+from fsdp_trainer.optim.eight_bit import CODES, EightBit, Tables, initial_8bit_state, is_8bit, piece_of, update_8bit
+from fsdp_trainer.optim.paged import fetch
 from fsdp_trainer.optim.stochastic_rounding import round_stochastically_, seeded_generator
 
 PIECE = STEP_PIECE
@@ -83,10 +84,12 @@ def update_fp32(
     )
 
 
-def create_averages(parameter: torch.Tensor, dtype: torch.dtype, *, in_8bit: bool = False) -> dict[str, torch.Tensor]:
+def create_averages(
+    parameter: torch.Tensor, dtype: torch.dtype, *, in_8bit: bool = False, paged: bool = False
+) -> dict[str, torch.Tensor]:
     """Return AdamW's two averages before the first step, sharded as the parameter is: in `dtype`, or in 8 bits."""
     if in_8bit:
-        return initial_8bit_state(parameter)
+        return initial_8bit_state(parameter, paged=paged)
     return {key: torch.zeros_like(parameter, dtype=dtype, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
 
 
@@ -115,6 +118,7 @@ class ShardedAdamW(torch.optim.Optimizer):
     ) -> None:
         super().__init__(list(groups), {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self._state_dtype, self.eight_bit = state_dtype, eight_bit
+        self._is_paged = eight_bit is not None and eight_bit.paged
         self._seed, self._shard = seed, shard
 
     def create_state(self) -> None:
@@ -125,7 +129,9 @@ class ShardedAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 in_8bit = self.eight_bit is not None and parameter in self.eight_bit.parameters
-                self.state[parameter] = create_averages(parameter, self._state_dtype, in_8bit=in_8bit)
+                self.state[parameter] = create_averages(
+                    parameter, self._state_dtype, in_8bit=in_8bit, paged=self._is_paged
+                )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -141,6 +147,8 @@ class ShardedAdamW(torch.optim.Optimizer):
             step = step_of(group, number=self.optimizer_step + 1, skipped=skipped, eight_bit=self.eight_bit)
             for parameter in (p for p in group["params"] if p.grad is not None):
                 state = {key: flat(value) for key, value in self.state[parameter].items()}
+                if self._is_paged:
+                    fetch(state[key] for key in CODES if key in state)
                 update(flat(parameter), flat(parameter.grad), state, step, generator)
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +16,9 @@ from tests import checkpoint_runs, eight_bit_runs, live_phases, models, referenc
 from tests.distributed.test_pure_bf16 import spoiled
 from tests.ranks import run_ranks
 from tests.training_runs import settings
+from tests.twenty_steps import ROWS, allowed_pairs, batch, covered_pairs, frozen_part, name_of, train_all
 
 Folder = Callable[[str], str]
-STEPS, ROWS = 20, 24
 OPTIM = {"name": "adamw_8bit", "max_grad_norm": 0.5}
 
 
@@ -43,64 +42,41 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "frozen": (False, True),
 }
 CASES = [
+    Case("stage0", 2, "bf16", 2, "llama", False),
+    Case("stage0", 3, "fp32", 1, "llama_tied", False),
     Case("stage0", 1, "bf16_pure", 1, "qwen3", False),
-    Case("stage0", 1, "bf16", 1, "llama_tied", False),
-    Case("stage0", 2, "fp32", 1, "gpt2", False),
-    Case("stage0", 3, "fp16", 2, "gpt2", True),
-    Case("stage0", 4, "fp32", 2, "llama", False),
-    Case("stage1", 1, "fp16", 1, "llama", True),
-    Case("stage1", 2, "bf16", 2, "llama_tied", True),
-    Case("stage1", 3, "bf16_pure", 2, "gpt2", True),
-    Case("stage1", 4, "fp32", 2, "qwen3", False),
-    Case("stage2", 1, "bf16_pure", 2, "gpt2", True),
-    Case("stage2", 2, "bf16", 2, "qwen3", True),
-    Case("stage2", 3, "fp32", 1, "llama_tied", False),
-    Case("stage2", 4, "fp16", 1, "llama", False),
-    Case("stage3", 1, "fp32", 2, "gpt2", True),
-    Case("stage3", 2, "fp16", 1, "llama_tied", True),
-    Case("stage3", 3, "bf16", 2, "llama", False),
-    Case("stage3", 4, "bf16_pure", 1, "qwen3", True),
-    Case("hybrid", 4, "bf16_pure", 1, "llama_tied", True),
-    Case("hybrid", 4, "bf16", 2, "gpt2", False),
-    Case("hybrid", 4, "fp16", 1, "qwen3", True),
-    Case("hybrid", 4, "fp32", 1, "llama", False),
-    Case("offload", 1, "bf16_pure", 2, "llama_tied", False),
-    Case("offload", 1, "fp16", 1, "qwen3", True),
-    Case("offload", 2, "bf16_pure", 1, "llama", True),
-    Case("offload", 3, "bf16", 1, "qwen3", True),
-    Case("offload", 4, "fp32", 1, "gpt2", True),
+    Case("stage0", 4, "fp16", 2, "gpt2", True),
+    Case("stage1", 4, "fp16", 1, "llama", False),
+    Case("stage1", 1, "bf16_pure", 2, "llama_tied", True),
+    Case("stage1", 3, "bf16", 2, "qwen3", True),
+    Case("stage1", 2, "fp32", 1, "gpt2", True),
+    Case("stage2", 3, "bf16_pure", 2, "llama", False),
+    Case("stage2", 4, "fp32", 1, "llama_tied", True),
+    Case("stage2", 2, "fp16", 2, "qwen3", True),
+    Case("stage2", 1, "bf16", 2, "gpt2", False),
+    Case("stage3", 1, "fp32", 2, "llama", False),
+    Case("stage3", 2, "bf16_pure", 1, "llama_tied", False),
+    Case("stage3", 4, "bf16", 1, "qwen3", True),
+    Case("stage3", 3, "fp16", 1, "gpt2", False),
+    Case("hybrid", 4, "fp32", 2, "llama", False),
+    Case("hybrid", 4, "fp16", 2, "llama_tied", True),
+    Case("hybrid", 4, "bf16", 2, "qwen3", False),
+    Case("hybrid", 4, "bf16_pure", 1, "gpt2", True),
+    Case("offload", 1, "fp16", 1, "llama", True),
+    Case("offload", 2, "bf16", 2, "llama_tied", True),
+    Case("offload", 4, "fp32", 2, "qwen3", False),
+    Case("offload", 3, "bf16_pure", 1, "gpt2", True),
 ]
-RECIPE = reference.Recipe(
-    lr=1e-3, weight_decay=0.1, max_grad_norm=0.5, warmup_steps=3, min_lr_ratio=0.1, total_steps=STEPS
-)
 REST = {"bf16_pure": torch.bfloat16}  # what weights rest in; else fp32
-FROZEN = {"gpt2": "transformer.h.1"}  # else model.layers.1
 
 
-def pairs_of(case: dict[str, Any]) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
-    return set(itertools.combinations(case.items(), 2))
+def allowed(some: Mapping[str, Any]) -> bool:
+    """Return whether the named values can occur together: HYBRID is two groups of two here."""
+    return some.get("sharding") != "hybrid" or some.get("world", 4) == 4
 
 
 def test_cases_cover_every_pair() -> None:
-    wanted = {
-        ((first, a), (second, b))
-        for first, second in itertools.combinations(VALUES, 2)
-        for a, b in itertools.product(VALUES[first], VALUES[second])
-        if not (a == "hybrid" and second == "world" and b != 4)
-    }
-    assert set().union(*(pairs_of(case._asdict()) for case in CASES)) == wanted
-
-
-def id_of(case: Case) -> str:
-    return "-".join(map(str, case))
-
-
-def frozen_part(case: Case) -> list[str]:
-    return [FROZEN.get(case.model, "model.layers.1")] if case.frozen else []
-
-
-def batch(world: int, micro_batches: int) -> dict[str, Any]:
-    return {"global_batch_size": ROWS, "micro_batch_size": ROWS // (world * micro_batches)}
+    assert covered_pairs(case._asdict() for case in CASES) == allowed_pairs(VALUES, allowed)
 
 
 def case_settings(case: Case, model: str, folder: Path) -> dict[str, Any]:
@@ -117,57 +93,23 @@ def case_settings(case: Case, model: str, folder: Path) -> dict[str, Any]:
         sharding=sharding,
         precision=case.precision,
         batch=batch(case.world, case.micro_batches),
-        model={"freeze": frozen_part(case)},
+        model={"freeze": frozen_part(case.model, case.frozen)},
     )
-
-
-def rows_by_step() -> list[list[list[models.Document]]]:
-    documents = models.make_records(STEPS * ROWS, seed=0)[1]
-    return [[[document] for document in documents[step * ROWS : (step + 1) * ROWS]] for step in range(STEPS)]
 
 
 @pytest.fixture(scope="module")
 def trained(model_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], dict[str, Any]]:
     """Return a function that gives what a case trained; one group of ranks for all cases of a world size."""
     found: dict[int, dict[str, Any]] = {}
-    rates = [reference.learning_rate(step, RECIPE) for step in range(STEPS)]
 
     def get(case: Case) -> dict[str, Any]:
         if case.world not in found:
             folder = tmp_path_factory.mktemp("cases")
-            runs = {id_of(c): case_settings(c, model_folder(c.model), folder) for c in CASES if c.world == case.world}
-            answers = run_ranks(eight_bit_runs.train_all, case.world, runs, rows_by_step(), rates, timeout=500)
-            found[case.world] = answers[0]
-        return found[case.world][id_of(case)]
+            runs = {name_of(c): case_settings(c, model_folder(c.model), folder) for c in CASES if c.world == case.world}
+            found[case.world] = run_ranks(train_all, case.world, runs, timeout=500)[0]
+        return found[case.world][name_of(case)]
 
     return get
-
-
-@pytest.fixture(scope="module")
-def expected(model_folder: Folder) -> Callable[[str, tuple[str, ...]], reference.Result]:
-    """Return a function of (model, frozen names) that trains the plain reference, once each."""
-    found: dict[Any, reference.Result] = {}
-    steps = [[document for row in rows for document in row] for rows in rows_by_step()]
-
-    def get(kind: str, frozen: tuple[str, ...]) -> reference.Result:
-        if (kind, frozen) not in found:
-            found[kind, frozen] = run_ranks(train_reference, 1, model_folder(kind), steps, frozen, timeout=300)[0]
-        return found[kind, frozen]
-
-    return get
-
-
-def train_reference(folder: str, steps: Any, frozen: tuple[str, ...]) -> reference.Result:
-    load = reference.load
-
-    def load_frozen(path: str) -> torch.nn.Module:
-        model = load(path)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(not any(part in name for part in frozen))
-        return model
-
-    reference.load = load_frozen  # this rank's process ends with the call
-    return reference.train(folder, steps, RECIPE)
 
 
 def movements(final: dict[str, torch.Tensor], result: reference.Result) -> dict[str, float]:
@@ -184,11 +126,11 @@ def movements(final: dict[str, torch.Tensor], result: reference.Result) -> dict[
     return {kind: along[kind] / total for kind, total in whole.items() if total}
 
 
-@pytest.mark.parametrize("case", CASES, ids=id_of)
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 @pytest.mark.timeout(900)  # the first of a world size trains all of them
-def test_8bit_follows_fp32_adamw(case: Case, trained: Any, expected: Any) -> None:
+def test_8bit_follows_fp32_adamw(case: Case, trained: Any, twenty_reference_steps: Any) -> None:
     """Losses within 3 % over 20 steps; every kind of tensor goes 0.9 to 1.1 of the reference's way."""
-    got, wanted = trained(case), expected(case.model, tuple(frozen_part(case)))
+    got, wanted = trained(case), twenty_reference_steps(case.model, case.frozen)
     assert got["skipped"] == 0
     assert got["losses"] == pytest.approx(wanted.losses, rel=0.03)
     assert got["losses"] != pytest.approx(wanted.losses, rel=1e-6), "nothing was kept in 8 bits"
@@ -197,7 +139,7 @@ def test_8bit_follows_fp32_adamw(case: Case, trained: Any, expected: Any) -> Non
         moved = {kind: share for kind, share in moved.items() if wanted.initial[kind.replace("*", "0")].ndim > 1}
     astray = {kind: share for kind, share in moved.items() if not 0.9 < share < 1.1}
     assert moved and not astray
-    for name in (n for n in got["weights"] if any(part in n for part in frozen_part(case))):
+    for name in (n for n in got["weights"] if any(part in n for part in frozen_part(case.model, case.frozen))):
         assert torch.equal(
             got["weights"][name], wanted.initial[name].to(REST.get(case.precision, torch.float32)).float()
         )

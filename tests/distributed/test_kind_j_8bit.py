@@ -117,7 +117,7 @@ def test_kind_74_a_stopped_run_goes_on_as_the_uninterrupted_one(model_folder: Fo
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"optim": {"name": "paged_adamw_8bit"}}, "optim.name"),
+        ({"optim": {"name": "paged_adamw_8bit"}, "sharding": {"offload": "optimizer"}}, "optim.name"),
         ({"optim": {"name": "adamw_8bit", "implementation": "foreach"}}, "optim.implementation"),
         ({"optim": {"name": "adamw_8bit", "state_dtype": "bf16"}}, "optim.state_dtype"),
     ],
@@ -126,3 +126,11 @@ def test_kind_74_a_stopped_run_goes_on_as_the_uninterrupted_one(model_folder: Fo
 def test_kind_79_refused_with_the_reason(sections: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         Config.from_dict(settings("model", "unused.jsonl", tmp_path, **sections))
+
+
+def test_kind_79_paged_moments_never_become_plain_ones_in_silence(model_folder: Folder, tmp_path: Path) -> None:
+    """On a CPU, where bitsandbytes warns and goes on without."""
+    run = settings(model_folder("llama"), "unused.jsonl", tmp_path, optim={"name": "paged_adamw_8bit"})
+    with pytest.raises(ConfigError, match="paged_adamw_8bit on cpu") as caught:
+        run_ranks(eight_bit_runs.state_kinds, 1, run)
+    assert "optim.name: adamw_8bit" in str(caught.value)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import models, step_runs, training_runs
 from tests.ranks import run_ranks
 from tests.simulation_runs import SMALL, settings, simulate_all
 
@@ -20,6 +22,70 @@ def test_pinning_that_fails_is_no_error() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine can pin")
     assert pin([torch.ones(3)]) is False
+
+
+def reduced_gradients(run_settings: dict[str, Any], count: int) -> dict[str, Any]:
+    """Take a step over `count` rows and follow the memory of every reduced gradient, from its reduction to its release.
+
+    Returns the most bytes alive at once, those alive before the clip, the most a step without offload would keep, and
+    the two largest units' (one rank alone: tensors').
+    """
+    import weakref
+
+    from fsdp_trainer.optim.sharded_adamw import flat
+    from fsdp_trainer.sharding import reduction_units
+    from fsdp_trainer.step import train_step
+
+    run = step_runs.build(run_settings)
+    alive: dict[int, int] = {}
+    seen, kept = [0], []
+
+    def see(parameter: Any) -> None:
+        storage = flat(parameter.grad).untyped_storage()
+        if storage._cdata not in alive:
+            alive[storage._cdata] = storage.nbytes()
+            weakref.finalize(storage, alive.pop, storage._cdata)
+        seen.append(sum(alive.values()))
+
+    units: dict[int, int] = {}
+    for parameter, unit in reduction_units(run.sharding).items():
+        handle = parameter.register_post_accumulate_grad_hook(see)
+        hooks = parameter._post_accumulate_grad_hooks  # torch goes by the order of insertion
+        mine, others = hooks.pop(handle.id), dict(hooks)
+        hooks.clear()
+        hooks.update({handle.id: mine, **others})  # before it leaves for the host
+        units[id(unit)] = units.get(id(unit), 0) + 4 * flat(parameter).numel()
+    run.optimizer.register_step_pre_hook(lambda *_: kept.append(sum(alive.values())))
+    documents = models.make_records(count, seed=3)[1]
+    train_step(run, step_runs.window_of(run, [[row] for row in documents]), learning_rate=1e-3, optimizer_step=0)
+    sizes = sorted(units.values())
+    return {"most": max(seen), "kept": kept[0], "all": sum(sizes), "two": sum(sizes[-2:]), "one": sizes[-1]}
+
+
+@pytest.mark.parametrize(
+    ("world", "sharding"), [(1, {}), (2, {}), (4, {"replicate": 2})], ids=["alone", "stage3", "hybrid"]
+)
+def test_live_gradients_are_never_more_than_two_units(
+    world: int, sharding: dict[str, Any], model_folder: Callable[[str], str], tmp_path: Path
+) -> None:
+    """On real ranks over two micro-batches: what was reduced leaves before the next but one is; none waits for a step.
+
+    Report 99, and the "two layers" of the host-resident optimizer; without it every gradient is there in the end.
+    """
+    found = {}
+    for offload in ("none", "optimizer"):
+        run = training_runs.settings(
+            model_folder("llama"),
+            "unused.jsonl",
+            tmp_path,
+            sharding={"zero_stage": 3, "offload": offload, **sharding},
+            batch={"global_batch_size": 4 * world, "micro_batch_size": 2},
+        )
+        found[offload] = run_ranks(reduced_gradients, world, run, 4 * world)
+    for here, away in zip(found["none"], found["optimizer"], strict=True):
+        assert here["kept"] == here["all"] <= here["most"]
+        assert away["one"] <= away["most"] <= away["two"] < away["all"] / 2
+        assert away["kept"] == 0
 
 
 def simulated_peaks(cases: dict[str, Any], gpus: str) -> dict[str, dict[str, int]]:

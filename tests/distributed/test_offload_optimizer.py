@@ -2,46 +2,139 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from tests import checkpoint_runs, reference, step_runs, training_runs
-from tests.distributed.test_parity import Case, case_sections, data, kind_of, references  # noqa: F401
 from tests.ranks import run_ranks
+from tests.twenty_steps import allowed_pairs, batch, covered_pairs, frozen_part, name_of, train_all
 
 Folder = Callable[[str], str]
 OFFLOAD = {"zero_stage": 3, "offload": "optimizer"}
-# Each sharding and world size with each accumulation, tie and place of the step somewhere.
-CASES: dict[str, tuple[Case, str]] = {
-    "stage0-1": (Case("stage0", 1, "none", 4, False, True, "gpt2", "chunked", "on"), "device"),
-    "stage1-1": (Case("stage1", 1, "full", 1, True, False, "llama", "plain", "off"), "host"),
-    "stage1-2": (Case("stage1", 2, "none", 4, True, True, "qwen3", "chunked", "on"), "host"),
-    "stage2-2": (Case("stage2", 2, "every2", 1, False, False, "llama", "chunked", "on"), "device"),
-    "stage2-4": (Case("stage2", 4, "full", 4, True, True, "gemma2", "plain", "on"), "host"),
-    "stage3-1": (Case("stage3", 1, "full", 4, True, True, "llama", "chunked", "on"), "host"),
-    "stage3-2": (Case("stage3", 2, "full", 4, True, False, "qwen3", "chunked", "on"), "host"),
-    "stage3-4": (Case("stage3", 4, "none", 1, False, True, "gpt2", "plain", "off"), "device"),
-    "hybrid-4": (Case("hybrid", 4, "full", 4, True, True, "qwen3", "chunked", "on"), "host"),
-    "reshard2-4": (Case("reshard2", 4, "full", 4, False, False, "llama", "chunked", "on"), "device"),
+
+
+class Case(NamedTuple):
+    """One way to train with the optimizer on the host."""
+
+    sharding: str
+    step: str
+    world: int
+    checkpointing: str
+    micro_batches: int
+    loss: str
+    model: str
+    frozen: bool
+
+
+VALUES: dict[str, tuple[Any, ...]] = {
+    "sharding": ("stage0", "stage1", "stage2", "stage3", "hybrid", "reshard2"),
+    "step": ("host", "device"),
+    "world": (1, 2, 3, 4),
+    "checkpointing": ("none", "full", "every2"),
+    "micro_batches": (1, 2),
+    "loss": ("chunked", "plain"),
+    "model": ("llama", "llama_tied", "qwen3", "gpt2"),
+    "frozen": (False, True),
 }
+CASES = [
+    Case("stage0", "device", 1, "full", 1, "chunked", "qwen3", False),
+    Case("stage0", "device", 1, "every2", 1, "plain", "llama", True),
+    Case("stage0", "host", 1, "none", 2, "chunked", "llama_tied", True),
+    Case("stage0", "host", 1, "full", 1, "chunked", "gpt2", True),
+    Case("stage1", "host", 1, "none", 1, "plain", "qwen3", False),
+    Case("stage1", "host", 2, "full", 1, "chunked", "llama_tied", True),
+    Case("stage1", "device", 3, "every2", 2, "plain", "gpt2", True),
+    Case("stage1", "host", 4, "full", 2, "chunked", "llama", False),
+    Case("stage2", "host", 1, "full", 2, "plain", "llama_tied", False),
+    Case("stage2", "host", 2, "every2", 2, "chunked", "qwen3", True),
+    Case("stage2", "host", 2, "none", 1, "plain", "gpt2", True),
+    Case("stage2", "device", 3, "none", 1, "chunked", "llama", True),
+    Case("stage2", "device", 4, "every2", 1, "plain", "llama_tied", True),
+    Case("stage3", "host", 1, "full", 2, "chunked", "gpt2", False),
+    Case("stage3", "device", 2, "none", 2, "plain", "llama", False),
+    Case("stage3", "device", 3, "every2", 1, "chunked", "llama_tied", False),
+    Case("stage3", "host", 3, "full", 2, "chunked", "qwen3", False),
+    Case("stage3", "host", 4, "none", 1, "chunked", "llama", True),
+    Case("hybrid", "host", 4, "full", 2, "chunked", "gpt2", True),
+    Case("hybrid", "device", 4, "every2", 1, "plain", "qwen3", False),
+    Case("hybrid", "host", 4, "none", 2, "plain", "llama_tied", True),
+    Case("hybrid", "device", 4, "full", 2, "plain", "llama", True),
+    Case("reshard2", "device", 4, "none", 1, "plain", "gpt2", False),
+    Case("reshard2", "host", 4, "full", 2, "chunked", "qwen3", True),
+    Case("reshard2", "host", 4, "every2", 1, "chunked", "llama_tied", True),
+    Case("reshard2", "device", 4, "every2", 1, "plain", "llama", False),
+]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_fp32_parity(case: str, model_folder: Folder, data: Any, references: Any, tmp_path: Path) -> None:  # noqa: F811
-    how, where = CASES[case]
-    expected = references(kind_of(how), how.packing, how.clip)
-    sections = case_sections(how)
-    sections["sharding"] |= {"offload": "optimizer"}
-    sections["optim"] |= {"offload_step": where}
-    run = training_runs.settings(model_folder(kind_of(how)), data[how.packing][0], tmp_path, **sections)
-    got = run_ranks(training_runs.train, how.world, run, timeout=120)[0]
-    rows = [row for row in got["metrics"] if "loss" in row]
-    assert [row["loss"] for row in rows] == pytest.approx(expected.losses, rel=1e-5)
-    assert [row["grad_norm"] for row in rows] == pytest.approx(expected.grad_norms, rel=1e-4)
-    errors = reference.movement_errors(got["weights"], expected)
+def allowed(some: Mapping[str, Any]) -> bool:
+    """Return whether the named values can occur together: stage 0 is for one rank, two groups of two are for four."""
+    worlds = {"stage0": 1, "hybrid": 4, "reshard2": 4}
+    world = worlds.get(some.get("sharding", ""))
+    return world is None or some.get("world", world) == world
+
+
+def test_cases_cover_every_pair() -> None:
+    assert covered_pairs(case._asdict() for case in CASES) == allowed_pairs(VALUES, allowed)
+    assert all(allowed(case._asdict()) for case in CASES)
+
+
+def case_settings(case: Case, model: str, folder: Path) -> dict[str, Any]:
+    """Return the settings that make a case what it is."""
+    sharding: dict[str, Any] = {
+        "hybrid": {"zero_stage": 3, "replicate": 2},
+        "reshard2": {"zero_stage": 3, "reshard_after_forward": 2},
+    }.get(case.sharding) or {"zero_stage": int(case.sharding[-1])}
+    checkpointing = (
+        {"mode": "every_n_layers", "every_n": 2} if case.checkpointing == "every2" else {"mode": case.checkpointing}
+    )
+    return training_runs.settings(
+        model,
+        "unused.jsonl",
+        folder,
+        sharding=sharding | {"offload": "optimizer"},
+        optim={"offload_step": case.step, "max_grad_norm": 0.5},
+        activation_checkpointing=checkpointing,
+        loss={"kind": case.loss},
+        batch=batch(case.world, case.micro_batches),
+        model={"freeze": frozen_part(case.model, case.frozen)},
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(model_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], dict[str, Any]]:
+    """Return a function that gives what a case trained; one group of ranks for all cases of a world size."""
+    found: dict[int, dict[str, Any]] = {}
+
+    def get(case: Case) -> dict[str, Any]:
+        if case.world not in found:
+            folder = tmp_path_factory.mktemp("cases")
+            runs = {name_of(c): case_settings(c, model_folder(c.model), folder) for c in CASES if c.world == case.world}
+            found[case.world] = run_ranks(train_all, case.world, runs, timeout=500)[0]
+        return found[case.world][name_of(case)]
+
+    return get
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+@pytest.mark.timeout(900)  # the first of a world size trains all of them
+def test_fp32_parity(case: Case, trained: Any, twenty_reference_steps: Any) -> None:
+    """Twenty steps of the plain reference: losses, norms and every tensor's movement; a frozen one has none."""
+    got, expected = trained(case), twenty_reference_steps(case.model, case.frozen)
+    assert got["skipped"] == 0
+    assert got["losses"] == pytest.approx(expected.losses, rel=1e-5)
+    assert got["grad_norms"] == pytest.approx(expected.grad_norms, rel=1e-4)
+    assert min(expected.grad_norms) > 0.5, "clipping must act in every step"
+    still = {name for name in got["weights"] if any(p in name for p in frozen_part(case.model, case.frozen))}
+    assert bool(still) == case.frozen
+    for name in still:
+        assert torch.equal(got["weights"].pop(name), expected.initial[name])
+    moved = replace(expected, final={name: expected.final[name] for name in got["weights"]})
+    errors = reference.movement_errors(got["weights"], moved)
     assert max(errors.values()) < 1e-4, sorted(errors.items(), key=lambda item: -item[1])[:5]
 
 

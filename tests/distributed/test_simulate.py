@@ -57,6 +57,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         "tied": settings(folder, model={"tie_word_embeddings": True}),
         "offload": settings(folder, sharding={"offload": "params"}),
         "stage0": settings(folder, sharding={"zero_stage": 0}),
+        "8bit": settings(folder, sharding={"zero_stage": 0}, optim={"name": "adamw_8bit"}),
+        "paged": settings(folder, sharding={"zero_stage": 0}, optim={"name": "paged_adamw_8bit"}),
         "stage2": settings(folder, sharding={"zero_stage": 2}, **evaluation),
         "evaluated": settings(folder, **evaluation),
         "accumulated": settings(folder, batch={"global_batch_size": 800}),
@@ -194,6 +196,16 @@ def test_checkpointing_offload_and_accumulation(runs: dict[str, Any]) -> None:
         assert offload["breakdown"][kind] == 0
     assert offload["host"] - base["host"] >= SHARD  # so small a model takes most of the host while it is loaded
     assert runs["accumulated"]["json"]["step_seconds"] > 50 * base["json"]["step_seconds"]
+
+
+def test_paged_codes_count_on_the_host(runs: dict[str, Any]) -> None:
+    """Two bytes of every parameter of a matrix: not on the GPU, which they may leave, but where they may come to."""
+    codes = 2 * (VOCABULARY * HIDDEN + LAYERS * (LAYER - 2 * HIDDEN))
+    for phase in ("load", "clip", "step", "save"):
+        assert runs["8bit"]["phases"][phase] - runs["paged"]["phases"][phase] == codes
+    state = {name: runs[name]["breakdown"]["optimizer_state"] for name in ("8bit", "paged")}
+    assert state["8bit"] - state["paged"] == codes
+    assert runs["paged"]["host"] - runs["8bit"]["host"] == codes
 
 
 def test_new_weights_are_drawn_on_the_host(runs: dict[str, Any]) -> None:

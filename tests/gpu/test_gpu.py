@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import models, reference, training_runs
+from tests import checkpoint_runs, models, reference, step_runs, training_runs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -92,6 +92,54 @@ def test_an_offloaded_optimizer_trains_as_one_on_the_gpu(
     away, _, _ = run_on_gpu(folder("llama"), tmp_path / "away", precision="bf16", batch=batch, **offload)
     assert [row["loss"] for row in away] == pytest.approx([row["loss"] for row in here], rel=1e-3)
     assert [row["grad_norm"] for row in away] == pytest.approx([row["grad_norm"] for row in here], rel=1e-2)
+
+
+def paged_pair(name: str, model: str, folder: Path) -> tuple[Any, list[list[float]]]:
+    """Take five steps with 8-bit moments, plain or paged; return the run and losses and norms."""
+    from fsdp_trainer.step import train_step
+
+    sections: dict[str, Any] = {"batch": {"global_batch_size": 8, "micro_batch_size": 4}}
+    settings = training_runs.settings(model, "unused.jsonl", folder, optim={"name": name}, **sections)
+    run = checkpoint_runs.build(settings)
+    rows, found = checkpoint_runs.documents(), []
+    for step in range(5):
+        window = step_runs.window_of(run, rows[step:] + rows[:step])
+        output = train_step(run, window, learning_rate=1e-3, optimizer_step=step)
+        found.append([output.loss.item(), output.grad_norm.item()])
+    return run, found
+
+
+def test_paged_moments_are_the_same_to_the_bit(folder: Callable[[str], str], tmp_path: Path) -> None:
+    """Losses, weights, codes and scales of five steps; a checkpoint of either is one of the other.
+
+    Never run yet on a GPU: bitsandbytes' managed memory under tensors of torch's own is what it is to show.
+    """
+    from fsdp_trainer.checkpoint_folder import checkpoint_path
+
+    paged, seen = paged_pair("paged_adamw_8bit", folder("llama"), tmp_path / "paged")
+    plain, expected = paged_pair("adamw_8bit", folder("llama"), tmp_path / "plain")
+    assert seen == expected
+    wanted = checkpoint_runs.local_digests(plain)
+    assert checkpoint_runs.differing(checkpoint_runs.local_digests(paged), wanted) == []
+    assert any("managed memory" in fact for fact in paged.facts)
+    checkpoint_runs.save(paged, 5).wait()
+    fresh = checkpoint_runs.build(plain.config.to_dict() | {"output_dir": str(tmp_path / "fresh")})
+    checkpoint_runs.load(fresh, checkpoint_path(tmp_path / "paged", 5))
+    assert checkpoint_runs.differing(checkpoint_runs.local_digests(fresh), wanted) == []
+
+
+def test_paged_codes_are_no_memory_of_the_allocators(folder: Callable[[str], str]) -> None:
+    from fsdp_trainer.optim.eight_bit import load_kernels
+    from fsdp_trainer.optim.paged import fetch, managed_zeros
+
+    load_kernels()
+    device = torch.device("cuda", torch.cuda.current_device())
+    before = torch.cuda.memory_allocated()
+    codes = managed_zeros(3 * 2**20, device=device)
+    assert codes.is_cuda and torch.cuda.memory_allocated() == before
+    codes[1::2] = 200
+    fetch([codes])
+    assert codes.sum().item() == 200 * codes.numel() // 2
 
 
 def test_host_memory_is_pinned_in_place() -> None:

@@ -25,7 +25,6 @@ def error_of(overrides: dict[str, Any]) -> str:
 LATER = [
     {"activation_checkpointing.mode": "selective"},
     {"activation_checkpointing.offload": True},
-    {"optim.name": "paged_adamw_8bit"},
     {"compile.enabled": True},
     {"profile.start": 10},
     {"rehearse": True},
@@ -63,6 +62,11 @@ def test_what_comes_later_is_refused_by_name(overrides: dict[str, Any]) -> None:
         ({"optim.no_decay": ["norm"]}, ["optim.no_decay", "optim.weight_decay"]),
         ({"optim": {"name": "adamw_8bit", "implementation": "foreach"}}, ["optim.implementation", "optim.name"]),
         ({"optim": {"name": "adamw_8bit", "state_dtype": "bf16"}}, ["optim.state_dtype", "optim.name"]),
+        ({"optim.name": "paged_adamw_8bit", "sharding.offload": "optimizer"}, ["optim.name", "sharding.offload"]),
+        (
+            {"optim.name": "paged_adamw_8bit", "sharding.offload": "params"},
+            ["optim.name", "set optim.name: adamw_8bit"],
+        ),
         ({"loss": {"kind": "plain", "chunk_tokens": 8}}, ["loss.chunk_tokens", "loss.kind"]),
         ({"schedule": {"warmup_steps": 5, "warmup_ratio": 0.1}}, ["schedule.warmup_ratio", "schedule.warmup_steps"]),
         ({"schedule": {"name": "constant", "min_lr_ratio": 0.5}}, ["schedule.min_lr_ratio", "schedule.name"]),
@@ -119,6 +123,23 @@ def test_conflicts_have_three_parts(overrides: dict[str, Any], named: list[str])
 )
 def test_accepted(overrides: dict[str, Any]) -> None:
     Config.load(None, overrides)
+
+
+@pytest.mark.parametrize(("stage", "ranks", "fits"), [(3, 1, True), (0, 4, True), (1, 2, False), (3, 4, False)])
+def test_paged_moments_are_for_who_owns_whole_parameters(stage: int, ranks: int, fits: bool) -> None:
+    config = Config.load(None, {"optim.name": "paged_adamw_8bit", "sharding.zero_stage": stage})
+    if fits:
+        assert config.check_world(ranks) == 64 // ranks
+        return
+    with pytest.raises(ConfigError) as caught:
+        config.check_world(ranks)
+    for part in (
+        f"{ranks} ranks",
+        "optim.name: 'paged_adamw_8bit'",
+        f"zero_stage: {stage}",
+        "set optim.name: adamw_8bit",
+    ):
+        assert part in str(caught.value)
 
 
 def test_splitting_needs_packing() -> None:

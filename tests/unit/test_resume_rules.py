@@ -93,6 +93,14 @@ def test_a_setting_newer_than_the_checkpoint_is_no_change() -> None:
     assert find_changes(saved, facts()) == []
 
 
+def test_paged_moments_are_those_of_8_bits() -> None:
+    saved, now = facts(), facts()
+    saved["config"]["optim"]["name"], now["config"]["optim"]["name"] = "adamw_8bit", "paged_adamw_8bit"
+    assert find_changes(saved, now) == find_changes(now, saved) == []
+    with pytest.raises(CheckpointError, match=r"optim\.name: 'adamw' saved, 'adamw_8bit' now"):
+        check_resume(facts(), now)
+
+
 def test_rows_that_the_checkpoint_does_not_know_are_other_rows() -> None:
     saved = facts()
     del saved[ROWS]

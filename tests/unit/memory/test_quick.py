@@ -135,9 +135,9 @@ TRACED = {
         {"data__packing": False, "data__seq_len": 2048, "sharding__offload": "optimizer"},
     ),
     "8bit": ("llama-2-7b", 6, "4xA100-80GB", {"data__packing": False, "optim__name": "adamw_8bit"}),
-    "8bit_pure_bf16": (
+    "paged_pure_bf16": (
         *("qwen3-0.6b", 6, "A100-80GB"),
-        {"data__packing": False, "precision": "bf16_pure", "optim__name": "adamw_8bit"},
+        {"data__packing": False, "precision": "bf16_pure", "optim__name": "paged_adamw_8bit"},
     ),
     "offload": ("llama-2-7b", 6, "4xA100-80GB", {"data__packing": False, "sharding__offload": "params"}),
 }
