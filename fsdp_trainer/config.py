@@ -66,6 +66,7 @@ __all__ = [
     "ShardingConfig",
     "SourceConfig",
     "TrainConfig",
+    "dump_settings",
 ]
 
 
@@ -155,16 +156,7 @@ class Config(Section):
 
     def to_yaml(self) -> str:
         """Return all settings as a settings file that loads back to an equal Config."""
-        yaml = YAML()
-        yaml.default_flow_style = False
-        yaml.width = 10_000  # a folded path is hard to search for
-        # "1e-05" is text to a YAML 1.1 reader; with a point it is a number to both.
-        yaml.representer.add_representer(float, _represent_float)
-        # Without this a null is written as nothing at all, which reads like a forgotten value.
-        yaml.representer.add_representer(type(None), lambda r, _: r.represent_scalar("tag:yaml.org,2002:null", "null"))
-        text = io.StringIO()
-        yaml.dump(self.to_dict(), text)
-        return text.getvalue()
+        return dump_settings(self.to_dict())
 
     def save(self, path: str | Path) -> None:
         """Write all settings to a file that `Config.load` reads."""
@@ -184,6 +176,20 @@ class Config(Section):
         """
         raise_problems(check_world_problems(self, world_size), origins=self._origins)
         return self.batch.global_batch_size // (self.batch.micro_batch_size * world_size)
+
+
+def dump_settings(settings: Mapping[str, Any]) -> str:
+    """Return nested settings of plain values as the text of a settings file."""
+    yaml = YAML()
+    yaml.default_flow_style = False
+    yaml.width = 10_000  # a folded path is hard to search for
+    # "1e-05" is text to a YAML 1.1 reader; with a point it is a number to both.
+    yaml.representer.add_representer(float, _represent_float)
+    # Without this a null is written as nothing at all, which reads like a forgotten value.
+    yaml.representer.add_representer(type(None), lambda r, _: r.represent_scalar("tag:yaml.org,2002:null", "null"))
+    text = io.StringIO()
+    yaml.dump(dict(settings), text)
+    return text.getvalue()
 
 
 _ORIGINS = "\0origins"  # carries them to the error message; no YAML key can hold this character

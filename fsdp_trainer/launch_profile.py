@@ -37,16 +37,21 @@ _FOREIGN_SECTIONS = {
 # Accelerate's argument parser has its own default for these, so a profile never wins (commands/launch.py:1278).
 _IGNORED_BY_ACCELERATE = {"rdzv_backend": "static", "same_network": None, "enable_cpu_affinity": False}
 
-_STRATEGY_NUMBERS = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD"}
-_STRATEGY_NUMBERS["5"] = "HYBRID_SHARD_ZERO2"
+STRATEGY_NUMBERS = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD"}
+STRATEGY_NUMBERS["5"] = "HYBRID_SHARD_ZERO2"
 
 _PREFETCH_FIX = (
     "leave it out: FSDP2 prefetches by itself, and Accelerate reads fsdp_backward_prefetch, under FSDP1 only"
 )
 
 
-def write_profile(path: str | Path, config: Config, *, processes: int, use_cpu: bool) -> Path:
-    """Write an Accelerate profile for one machine that agrees with the settings, and return its path."""
+def write_profile(
+    path: str | Path, config: Config, *, processes: int, use_cpu: bool, further: Mapping[str, Any] | None = None
+) -> Path:
+    """Write an Accelerate profile for one machine that agrees with the settings, and return its path.
+
+    `further` holds top-level keys to set as well, such as those of several machines.
+    """
     profile = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP",
@@ -66,7 +71,7 @@ def write_profile(path: str | Path, config: Config, *, processes: int, use_cpu: 
         },
     }
     path = Path(path)
-    path.write_text(yaml.safe_dump(profile, sort_keys=False), encoding="utf-8")
+    path.write_text(yaml.safe_dump(profile | dict(further or {}), sort_keys=False), encoding="utf-8")
     return path
 
 
@@ -184,7 +189,7 @@ def _version(values: Mapping[str, Any]) -> Iterator[Problem]:
 _Rule = Callable[[Any, Config], tuple[str, str] | None]
 
 
-def _as_bool(value: Any) -> bool | None:
+def as_bool(value: Any) -> bool | None:
     """Read a flag as Accelerate does (utils/environment.py, str_to_bool); None for anything else."""
     text = str(value).strip().lower()
     if text in {"y", "yes", "t", "true", "on", "1"}:
@@ -194,7 +199,7 @@ def _as_bool(value: Any) -> bool | None:
 
 def _must_equal(expected: Callable[[Config], bool], name: str) -> _Rule:
     def rule(value: Any, config: Config) -> tuple[str, str] | None:
-        flag = _as_bool(value)
+        flag = as_bool(value)
         if flag is None:
             return "is neither true nor false", "write true or false without quotes"
         if flag == expected(config):
@@ -209,7 +214,7 @@ def _only(allowed: set[str], reason: str, fix: str) -> _Rule:
 
 
 def _strategy(value: Any, config: Config) -> tuple[str, str] | None:
-    name = _STRATEGY_NUMBERS.get(str(value).strip(), str(value).strip().upper())
+    name = STRATEGY_NUMBERS.get(str(value).strip(), str(value).strip().upper())
     stage = {"NO_SHARD": 0, "SHARD_GRAD_OP": 2, "FULL_SHARD": 3, "HYBRID_SHARD": 3}.get(name)
     if stage is None:
         return "is not a strategy FSDP2 can run", "leave it out and set sharding.zero_stage in the settings"
@@ -221,9 +226,9 @@ def _strategy(value: Any, config: Config) -> tuple[str, str] | None:
 
 def _reshard(value: Any, config: Config) -> tuple[str, str] | None:
     name = str(value).strip().upper()
-    if name in _STRATEGY_NUMBERS.values():  # FSDP1 profiles write the strategy here
+    if name in STRATEGY_NUMBERS.values():  # FSDP1 profiles write the strategy here
         return _strategy(name, config)
-    if _as_bool(value) is None:
+    if as_bool(value) is None:
         return (
             "is neither true nor false",
             "write true or false; groups are sharding.reshard_after_forward in the settings",
@@ -245,7 +250,7 @@ _FSDP_RULES: dict[str, _Rule] = {
         lambda c: c.activation_checkpointing.offload, "activation_checkpointing.offload"
     ),
     "fsdp_state_dict_type": _only(
-        {"sharded_state_dict", "2"},
+        {"sharded_state_dict", "3"},
         "is not how checkpoints are written here",
         "leave it out or set SHARDED_STATE_DICT; export.at_end writes the whole model as a Hugging Face folder",
     ),
@@ -338,7 +343,7 @@ def check_environment(config: Config, environ: Mapping[str, str]) -> None:
     problems += [
         _problem("this trainer runs FSDP2 alone", name, environ[name], "use a profile for FSDP")
         for name in _OTHER_ENGINES
-        if _as_bool(environ.get(name, "false"))
+        if as_bool(environ.get(name, "false"))
     ]
     backend = environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
     if backend.lower() != "no":

@@ -77,6 +77,7 @@ def test_only_commands_that_exist_are_listed() -> None:
         "export",
         "verify",
         "simulate",
+        "import-deepspeed",
         "schema",
     }
 
