@@ -14,7 +14,7 @@ import typer
 
 from fsdp_trainer import __version__
 from fsdp_trainer.config import Config
-from fsdp_trainer.config_reading import check_command_flags
+from fsdp_trainer.config_reading import apply_overrides, check_command_flags
 from fsdp_trainer.errors import ConfigError, FsdpTrainerError
 from fsdp_trainer.interop.folder import format_command, write_import
 from fsdp_trainer.interop.report import format_json, format_report
@@ -287,6 +287,28 @@ def import_deepspeed_command(
     from fsdp_trainer.interop.deepspeed import import_deepspeed
 
     imported = import_deepspeed(file, training_args=training_args, world_size=world_size)
+    _write_import(imported, out, words=context.args, allow=allow_differences, as_json=as_json)
+
+
+@app.command(
+    name="import-accelerate",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog=_IMPORT_EPILOG,
+)
+def import_accelerate_command(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(help="An Accelerate profile (YAML).", metavar="PROFILE.YAML")],
+    out: Annotated[Path, _OUT],
+    allow_differences: Annotated[bool, _ALLOW] = False,
+    as_json: Annotated[bool, _AS_JSON] = False,
+) -> None:
+    """Turn an Accelerate profile for FSDP1, FSDP2, DeepSpeed or DDP into settings and a profile for this trainer."""
+    from fsdp_trainer.interop.accelerate_profile import import_accelerate
+
+    given: dict[str, Any] = {}
+    apply_overrides(given, context.args, root=Config)
+    model, micro_batch_size = given.get("model", {}).get("path"), given.get("batch", {}).get("micro_batch_size")
+    imported = import_accelerate(file, model=model, micro_batch_size=micro_batch_size)
     _write_import(imported, out, words=context.args, allow=allow_differences, as_json=as_json)
 
 

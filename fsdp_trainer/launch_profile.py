@@ -5,7 +5,7 @@ itself accepts any key inside `fsdp_config` in silence (accelerate 1.15, command
 """
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -357,13 +357,26 @@ def check_environment(config: Config, environ: Mapping[str, str]) -> None:
     raise_problems(problems, source="from the Accelerate profile")
 
 
-def check_layer_class(environ: Mapping[str, str], layer_class: str) -> None:
-    """Refuse a profile that names another class than the decoder layers that are sharded and checkpointed."""
+def check_layer_class(environ: Mapping[str, str], classes: Sequence[str]) -> str:
+    """Refuse a profile that names no decoder layer of the model; return a remark, or "" where there is nothing to say.
+
+    `classes` holds the class of the decoder layers first, then those of the modules inside it: a profile may name one
+    of these too, and it is sharded and checkpointed with its layer.
+    """
     named = environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
     names = [name.strip() for name in named.split(",") if name.strip()]
-    if names and names != [layer_class]:
+    layer, *inside = classes
+    wrong = [name for name in names if name not in classes]
+    if wrong or (names and layer not in names):
+        folded = {name.lower(): name for name in classes}
+        near = difflib.get_close_matches((wrong or names)[0].lower(), list(folded), n=1)
+        hint = f"did you mean {folded[near[0]]}? " if wrong and near else ""
         raise ConfigError(
             "the profile's fsdp_transformer_layer_cls_to_wrap is not this model's decoder layer",
-            values=f"{named} in the profile, {layer_class} in the model",
-            fix="leave it out: decoder layers are found by themselves",
+            values=f"{named} in the profile, {layer} in the model",
+            fix=f"{hint}leave it out: decoder layers are found by themselves",
         )
+    also = ", ".join(name for name in dict.fromkeys(names) if name in inside)
+    return (
+        f"the profile names {also} inside {layer}: only {layer} is sharded and checkpointed, as a whole" if also else ""
+    )

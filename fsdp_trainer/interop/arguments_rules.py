@@ -361,8 +361,6 @@ def _other_file(value: Any, facts: ArgumentFacts) -> Outcome:
 
 
 def _steps_of(setting: str, strategy: str) -> Any:
-    section, _, leaf = setting.partition(".")
-
     def rule(value: float, facts: ArgumentFacts) -> Outcome:
         kind = str(facts.value(strategy) or "steps").lower()
         if kind != "steps" and (strategy != "eval_strategy" or kind == "epoch"):
@@ -373,7 +371,7 @@ def _steps_of(setting: str, strategy: str) -> Any:
             return refused("a share of the run: write it in steps")
         if value < 1:
             return blocked("takes 1 or more")
-        return mapped(**{f"{section}__{leaf}": int(value)})
+        return Outcome("mapped", "", {setting: int(value)})
 
     return rule
 

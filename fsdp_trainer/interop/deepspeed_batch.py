@@ -41,7 +41,7 @@ def resolve_batch(values: Mapping[str, Any], *, arguments: Arguments | None, wor
     if world_size is None:
         if train is None or micro is None or steps is None:
             return Batch(problem="the rows of a step depend on the number of GPUs: give --world-size N")
-        world_size = train // (micro * steps)
+        return _checked(train, micro, steps, train // (micro * steps))
     return _checked(train, micro, steps, world_size)
 
 

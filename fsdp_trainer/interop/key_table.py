@@ -188,6 +188,8 @@ def _read_value(key: Key, table: Table, fill: AutoSource, tool: str, off: set[st
     entry = table.entries.get(key.name)
     if key.repeats:
         return _decided(key, "refused", "this name is written twice in its section: keep one", blocks=True)
+    if key.value == {} and key.name in table.sections:
+        return _decided(key, "not needed", "an empty section")
     if entry is None:
         return _unlisted(key, table, tool, off)
     if key.value is None:
@@ -221,8 +223,6 @@ def _filled(key: Key, entry: Entry, fill: AutoSource) -> Value:
 
 def _unlisted(key: Key, table: Table, tool: str, off: set[str]) -> Value:
     section, _, leaf = key.name.rpartition(".")
-    if key.value == {} and key.name in table.sections:
-        return _decided(key, "not needed", "an empty section")
     if key.name in table.sections and key.name not in table.whole:
         return _decided(key, "refused", "this is a section: write {...} with its keys", blocks=True)
     top = key.name.split(".")[0]
@@ -246,6 +246,7 @@ def find_near(name: str, table: Table) -> str:
     here = [other.rpartition(".")[2] for other in names if other.rpartition(".")[0] == section]
     tops = sorted({other.split(".")[0] for other in names}) if not section else []
     close = difflib.get_close_matches(leaf, [*here, *tops], n=1, cutoff=0.75)
+    close = close or [one for one in here if one.endswith(f"_{leaf}")]
     elsewhere = [other for other in names if other.rpartition(".")[2] == leaf]
     if close or not elsewhere:
         close = close or difflib.get_close_matches(leaf, [*here, *tops], n=1, cutoff=0.6)
