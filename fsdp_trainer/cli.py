@@ -312,6 +312,26 @@ def import_accelerate_command(
     _write_import(imported, out, words=context.args, allow=allow_differences, as_json=as_json)
 
 
+@app.command(
+    name="import-trainer",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog=_IMPORT_EPILOG,
+)
+def import_trainer_command(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(help="Transformers' TrainingArguments (JSON or YAML).", metavar="ARGS.JSON")],
+    out: Annotated[Path, _OUT],
+    world_size: Annotated[int | None, _WORLD] = None,
+    allow_differences: Annotated[bool, _ALLOW] = False,
+    as_json: Annotated[bool, _AS_JSON] = False,
+) -> None:
+    """Turn the arguments of a Transformers Trainer into settings, with the DeepSpeed or FSDP that they ask for."""
+    from fsdp_trainer.interop.trainer import import_trainer
+
+    imported = import_trainer(file, world_size=world_size)
+    _write_import(imported, out, words=context.args, allow=allow_differences, as_json=as_json)
+
+
 def _write_import(imported: Import, out: Path, *, words: Sequence[str], allow: bool, as_json: bool) -> None:
     check_command_flags(words, root=Config, flags=_IMPORT_FLAGS)
     print(json.dumps(format_json(imported), indent=2) if as_json else format_report(imported))

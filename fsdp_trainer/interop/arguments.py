@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.config_reading import format_value
-from fsdp_trainer.interop.arguments_rules import DEFAULTS, RULES, ArgumentFacts, find_added
+from fsdp_trainer.interop.arguments_facts import DEFAULTS, ArgumentFacts
+from fsdp_trainer.interop.arguments_rules import RULES, find_added
 from fsdp_trainer.interop.key_table import Value, held_values, judge, load_table, read_values
 from fsdp_trainer.interop.places import Document, Key, read_json, read_text, read_yaml
 from fsdp_trainer.interop.verdicts import Added, Verdict

@@ -1,76 +1,19 @@
-"""The verdicts on training arguments that depend on the value or on other arguments, and Transformers' defaults."""
+"""The verdicts on training arguments that depend on the value or on other arguments."""
 
 import difflib
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any, get_args
 
 from fsdp_trainer.config_types import Tracker
-from fsdp_trainer.interop.fsdp_values import find_stage, judge_layer_classes, judge_state_dict_type, judge_wrap_policy
+from fsdp_trainer.interop.arguments_facts import DEFAULTS, ArgumentFacts
+from fsdp_trainer.interop.arguments_schedule_rules import SCHEDULE_RULES, SCHEDULES
+from fsdp_trainer.interop.arguments_sharding_rules import SHARDING_RULES
 from fsdp_trainer.interop.key_table import Outcome, Rules, blocked, differs, mapped, not_needed, refused
 from fsdp_trainer.interop.verdicts import Added
 
-# transformers/training_args.py (5.24)
-DEFAULTS: Mapping[str, Any] = {
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 1,
-    "learning_rate": 5e-5,
-    "weight_decay": 0.0,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.999,
-    "adam_epsilon": 1e-8,
-    "max_grad_norm": 1.0,
-    "num_train_epochs": 3.0,
-    "max_steps": -1,
-    "lr_scheduler_type": "linear",
-    "warmup_steps": 0,
-    "warmup_ratio": 0.0,
-    "optim": "adamw_torch_fused",
-    "seed": 42,
-    "bf16": False,
-    "fp16": False,
-    "logging_steps": 500,
-    "save_steps": 500,
-}
-
-
-@dataclass(frozen=True)
-class ArgumentFacts:
-    """What the rules may look at: the arguments given, the number of GPUs, and the warm-up (steps or share, origin)."""
-
-    held: Mapping[str, Any]
-    world_size: int | None
-    warmup: tuple[Any, str]
-
-    def value(self, name: str) -> Any:
-        """Return an argument, or Transformers' default of it."""
-        return self.held.get(name, DEFAULTS.get(name))
-
-    @property
-    def rows(self) -> int | None:
-        """Rows of a step over all GPUs; None where their number is not known."""
-        if self.world_size is None:
-            return None
-        return self.value("per_device_train_batch_size") * self.value("gradient_accumulation_steps") * self.world_size
-
-    @property
-    def is_fsdp(self) -> bool:
-        """True where fsdp is asked for."""
-        return bool(self.value("fsdp"))
-
-
-_SCHEDULES = {
-    "linear": "linear",
-    "cosine": "cosine",
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "cosine_with_min_lr": "cosine",
-    "polynomial": "linear",
-}
 _OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "adamw_apex_fused": "adamw"}
 _OPTIMIZERS |= {"adamw_bnb_8bit": "adamw_8bit", "adamw_8bit": "adamw_8bit"}
-_NO_WARMUP = ("constant",)
 
 
 def find_added(facts: ArgumentFacts) -> Iterator[Added]:
@@ -92,7 +35,7 @@ def find_added(facts: ArgumentFacts) -> Iterator[Added]:
     yield Added("schedule.convention", "transformers", "its step arithmetic")
     if facts.value("lr_scheduler_type") != "constant":
         yield Added("schedule.warmup_steps", 0, "Transformers' default")
-    if _SCHEDULES.get(facts.value("lr_scheduler_type")) in ("linear", "cosine"):
+    if SCHEDULES.get(facts.value("lr_scheduler_type")) in ("linear", "cosine"):
         yield Added("schedule.min_lr_ratio", 0.0, "Transformers' schedules end at 0")
     yield Added("precision", "fp32", "neither bf16 nor fp16 is on")
     yield Added("activation_checkpointing.mode", "none", "gradient_checkpointing is not on")
@@ -188,72 +131,6 @@ def _optim(value: str, facts: ArgumentFacts) -> Outcome:
     return refused(f"the optimizers here are adamw and adamw_8bit{hint}", optim__name="adamw")
 
 
-# Schedule
-
-
-def _scheduler(value: str, facts: ArgumentFacts) -> Outcome:
-    name = value.strip().lower().removeprefix("schedulertype.")
-    if name not in _SCHEDULES:
-        near = difflib.get_close_matches(name, list(_SCHEDULES), n=1, cutoff=0.8)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        text = f"the schedules here are constant, linear and cosine{hint}"
-        return refused(text, schedule__name="cosine", schedule__convention="transformers")
-    ours = _SCHEDULES[name]
-    settings: dict[str, Any] = {"schedule__name": ours, "schedule__convention": "transformers"}
-    if name == "polynomial":
-        settings["schedule__min_lr_ratio"] = 1e-7 / facts.value("learning_rate")
-        if "lr_scheduler_kwargs.power" not in facts.held or facts.held["lr_scheduler_kwargs.power"] == 1:
-            return mapped("power 1 is a straight line, down to lr_end", **settings)
-        return refused("a power other than 1 is no straight line", **settings)
-    if name == "constant":
-        settings["schedule__warmup_steps"] = 0  # Transformers reads no warm-up with it
-    return mapped("rate by rate", **settings)
-
-
-def _min_lr(value: float, facts: ArgumentFacts) -> Outcome:
-    kind, lr = str(facts.value("lr_scheduler_type")).lower(), facts.value("learning_rate")
-    if kind == "polynomial" and "lr_scheduler_kwargs.lr_end" in facts.held:
-        return mapped(schedule__min_lr_ratio=value / lr) if 0 <= value <= lr else blocked(f"takes 0 to {lr}")
-    if kind != "cosine_with_min_lr":
-        return refused(f"{kind} takes no such key, and Transformers fails on it")
-    ratio = facts.held.get("lr_scheduler_kwargs.min_lr_rate")
-    ratio = facts.held["lr_scheduler_kwargs.min_lr"] / lr if ratio is None else ratio
-    return (
-        mapped(schedule__min_lr_ratio=float(ratio))
-        if 0 <= ratio <= 1
-        else blocked("the lowest rate is 0 to the highest")
-    )
-
-
-def _power(value: float, facts: ArgumentFacts) -> Outcome:
-    if str(facts.value("lr_scheduler_type")).lower() != "polynomial":
-        return refused("only polynomial takes it, and Transformers fails on it")
-    return mapped("a straight line") if value == 1 else refused("a power other than 1 is no straight line")
-
-
-def _num_cycles(value: float, facts: ArgumentFacts) -> Outcome:
-    return mapped("half a cosine") if value == 0.5 else refused("the cosine here is half of one")
-
-
-def _warmup(value: float, facts: ArgumentFacts) -> Outcome:
-    if str(facts.value("lr_scheduler_type")).lower() in _NO_WARMUP:
-        return not_needed("Transformers reads no warm-up with constant")
-    if value < 0:
-        return blocked("takes 0 or more")
-    found = facts.warmup[0]
-    if isinstance(found, float):
-        return mapped(f"a share, {facts.warmup[1]}", schedule__warmup_ratio=found, schedule__warmup_steps=None)
-    return mapped(schedule__warmup_steps=found)
-
-
-def _warmup_ratio(value: float, facts: ArgumentFacts) -> Outcome:
-    if not 0 <= value < 1:
-        return blocked("takes 0 to below 1")
-    if facts.value("warmup_steps") and value:
-        return not_needed("warmup_steps goes before it")
-    return _warmup(value, facts)
-
-
 # Precision, checkpointing, sharding
 
 
@@ -281,82 +158,6 @@ def _every_n_layers(value: int, facts: ArgumentFacts) -> Outcome:
     return mapped("read with gradient_checkpointing") if value >= 1 else blocked("takes 1 or more")
 
 
-def _fsdp(value: Any, facts: ArgumentFacts) -> Outcome:
-    words = value.replace(",", " ").split() if isinstance(value, str) else value
-    if value in (False, "", None) or value == [] or words == ["false"]:
-        return not_needed("off")
-    reshard = facts.held.get("fsdp_config.reshard_after_forward", True)
-    if value is True or words in (["true"], ["True"]):
-        stage = 3 if find_stage(reshard) in (None, 3) else 2
-        return mapped("what fsdp_config says", sharding__zero_stage=stage)
-    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        return blocked("takes true, or words such as full_shard auto_wrap")
-    words = [word.lower() for word in words]
-    unknown = [word for word in words if find_stage(word) is None and word not in ("auto_wrap", "offload")]
-    if unknown:
-        known = [
-            "full_shard",
-            "shard_grad_op",
-            "no_shard",
-            "hybrid_shard",
-            "hybrid_shard_zero2",
-            "offload",
-            "auto_wrap",
-        ]
-        near = difflib.get_close_matches(unknown[0], known, n=1)
-        return blocked(f"{unknown[0]} is no word of fsdp" + (f"; did you mean {near[0]}?" if near else ""))
-    stages = [word for word in words if find_stage(word) is not None]
-    settings: dict[str, Any] = {"sharding__zero_stage": find_stage(stages[0]) if stages else 3}
-    if "offload" in words:
-        settings["sharding__offload"] = "params"
-    if any(word.startswith("hybrid") for word in stages):
-        text = "HYBRID_SHARD copies the model once a machine: set sharding.replicate to the number of machines"
-        return differs(text, **{**settings, "sharding__zero_stage": 3})
-    return mapped(**settings)
-
-
-def _without_fsdp(facts: ArgumentFacts) -> Outcome | None:
-    return None if facts.is_fsdp else not_needed("fsdp is off")
-
-
-def _fsdp_version(value: int, facts: ArgumentFacts) -> Outcome:
-    return not_needed("FSDP2") if value == 2 else _without_fsdp(facts) or differs("FSDP2 in place of FSDP1")
-
-
-def _reshard(value: Any, facts: ArgumentFacts) -> Outcome:
-    stage = find_stage(value)
-    if stage is None:
-        return blocked("takes true or false")
-    words = facts.value("fsdp")
-    if isinstance(words, str | list) and words not in ("true", "True"):
-        return _without_fsdp(facts) or not_needed("the words of fsdp say the strategy")
-    return _without_fsdp(facts) or mapped(sharding__zero_stage=stage)
-
-
-def _cpu_offload(value: bool, facts: ArgumentFacts) -> Outcome:
-    if not value:
-        return not_needed("off")
-    return _without_fsdp(facts) or mapped(sharding__offload="params")
-
-
-def _unread_offload(value: bool, facts: ArgumentFacts) -> Outcome:
-    if not value:
-        return not_needed("off")
-    return refused(
-        "Transformers does not read this name (it is cpu_offload), so nothing was offloaded: write what you mean"
-    )
-
-
-def _layer_class(value: Any, facts: ArgumentFacts) -> Outcome:
-    return judge_layer_classes(value)
-
-
-def _other_file(value: Any, facts: ArgumentFacts) -> Outcome:
-    if value in ("", {}, [], None):
-        return not_needed("off")
-    return blocked("takes a section or the path of a JSON file")
-
-
 # Logging, saving, evaluating
 
 
@@ -367,6 +168,10 @@ def _steps_of(setting: str, strategy: str) -> Any:
             return not_needed(f"{strategy} is {kind}")
         if strategy == "eval_strategy" and "eval_strategy" not in facts.held:
             return not_needed("eval_strategy is no")
+        if setting == "eval.every_steps" and "validation_file" not in facts.held:
+            return differs(
+                f"there is no data to evaluate on yet: set data.eval, and eval.every_steps: {value:g} with it"
+            )
         if 0 < value < 1:
             return refused("a share of the run: write it in steps")
         if value < 1:
@@ -382,9 +187,9 @@ def _strategy(what: str) -> Any:
         if kind == "steps":
             return mapped(f"see {what}_steps")
         if kind == "epoch":
-            return refused(f"nothing goes by epochs here: write {what}_steps")
+            return differs(_BY_EPOCH[what])
         if kind == "best" and what == "save":
-            return differs("beside the latest", checkpoint__keep_best=True)
+            return differs("set data.eval and checkpoint.keep_best: true, which keeps it beside the latest")
         if kind == "no":
             return _NEVER[what]
         return blocked("takes no, steps or epoch")
@@ -392,6 +197,11 @@ def _strategy(what: str) -> Any:
     return rule
 
 
+_BY_EPOCH = {
+    "save": "by steps here, as a crash may come at any: checkpoint.every_steps",
+    "logging": "by steps here: log.every_steps",
+    "eval": "by steps here: set data.eval and eval.every_steps; eval.at_end measures the last epoch",
+}
 _NEVER = {
     "save": differs("a run always saves: it is what a crash costs"),
     "logging": differs("a run always logs"),
@@ -438,6 +248,8 @@ def _plain(setting: str, text: str = "") -> Any:
 
 
 RULES: Rules = {
+    **SCHEDULE_RULES,
+    **SHARDING_RULES,
     "output_dir": _plain("output_dir"),
     "use_cpu": _use_cpu,
     "per_device": _per_device,
@@ -449,12 +261,6 @@ RULES: Rules = {
     "max_grad_norm": _max_grad_norm,
     "epochs": _epochs,
     "max_steps": _max_steps,
-    "scheduler": _scheduler,
-    "min_lr": _min_lr,
-    "power": _power,
-    "num_cycles": _num_cycles,
-    "warmup": _warmup,
-    "warmup_ratio": _warmup_ratio,
     "optim": _optim,
     "seed": _seed,
     "bf16": _precision("bf16"),
@@ -471,15 +277,6 @@ RULES: Rules = {
     "report_to": _report_to,
     "sampling": _sampling,
     "timeout": _timeout,
-    "fsdp": _fsdp,
-    "fsdp_version": _fsdp_version,
-    "reshard": _reshard,
-    "cpu_offload": _cpu_offload,
-    "unread_offload": _unread_offload,
-    "wrap_policy": lambda value, facts: judge_wrap_policy(value),
-    "layer_class": _layer_class,
-    "state_dict_type": lambda value, facts: judge_state_dict_type(value),
-    "other_file": _other_file,
     "model_path": _plain("model__path"),
     "model_revision": _plain("model__revision"),
     "tokenizer": _plain("model__tokenizer"),

@@ -8,7 +8,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -137,16 +137,29 @@ class Value:
 def read_values(document: Document, table: Table, *, fill: AutoSource, tool: str) -> list[Value]:
     """Bring every value of a document into the form that its table says, in the document's order."""
     off = {section for section in table.whole if _is_off(document, section, table)}
-    values, first = [], {}
+    values: list[Value] = []
+    first: dict[str, Value] = {}
     for key in document.keys:
-        value = _read_value(key, table, fill, tool, off)
-        if value.entry is not None and value.entry.name in first:
-            text = f"another name of {first[value.entry.name]}, which is given too: keep one"
-            value = _decided(key, "refused", text, blocks=True)
-        elif value.entry is not None:
-            first[value.entry.name] = key.name
+        value = _read_value(_without_secret(key), table, fill, tool, off)
+        if value.entry is not None:
+            other = first.setdefault(value.entry.name, value)
+            value = value if other is value else _said_twice(value, other)
         values.append(value)
     return values
+
+
+def _said_twice(value: Value, other: Value) -> Value:
+    """Decide on a key of which another name is given as well."""
+    if value.value == other.value:
+        return _decided(value.key, "not needed", f"another name of {other.key.name}, which says the same")
+    text = f"another name of {other.key.name}, which is given too and says otherwise: keep one"
+    return _decided(value.key, "refused", text, blocks=True)
+
+
+def _without_secret(key: Key) -> Key:
+    """Hide a value that must not get into a report."""
+    is_secret = key.name.endswith(("_token", "api_key")) and isinstance(key.value, str)
+    return replace(key, value="(not shown)") if is_secret else key
 
 
 def held_values(values: Sequence[Value]) -> dict[str, Any]:
@@ -188,7 +201,7 @@ def _read_value(key: Key, table: Table, fill: AutoSource, tool: str, off: set[st
     entry = table.entries.get(key.name)
     if key.repeats:
         return _decided(key, "refused", "this name is written twice in its section: keep one", blocks=True)
-    if key.value == {} and key.name in table.sections:
+    if key.value in ({}, None) and key.name in table.sections:
         return _decided(key, "not needed", "an empty section")
     if entry is None:
         return _unlisted(key, table, tool, off)

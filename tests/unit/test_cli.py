@@ -79,6 +79,7 @@ def test_only_commands_that_exist_are_listed() -> None:
         "simulate",
         "import-deepspeed",
         "import-accelerate",
+        "import-trainer",
         "schema",
     }
 
