@@ -66,6 +66,7 @@ __all__ = [
     "ShardingConfig",
     "SourceConfig",
     "TrainConfig",
+    "dump_settings",
 ]
 
 
@@ -159,7 +160,7 @@ class Config(Section):
         With `names` (dotted) only these and those that differ from the defaults: it loads back to the same.
         """
         settings = self.to_dict()
-        return _to_yaml(settings if names is None else _needed(settings, Config().to_dict(), names=names))
+        return dump_settings(settings if names is None else _needed(settings, Config().to_dict(), names=names))
 
     def save(self, path: str | Path) -> None:
         """Write all settings to a file that `Config.load` reads."""
@@ -186,10 +187,8 @@ class Config(Section):
         return self.batch.global_batch_size // (self.batch.micro_batch_size * world_size)
 
 
-_ORIGINS = "\0origins"  # carries them to the error message; no YAML key can hold this character
-
-
-def _to_yaml(settings: Mapping[str, Any]) -> str:
+def dump_settings(settings: Mapping[str, Any]) -> str:
+    """Return nested settings of plain values as the text of a settings file."""
     yaml = YAML()
     yaml.default_flow_style = False
     yaml.width = 10_000  # a folded path is hard to search for
@@ -198,8 +197,11 @@ def _to_yaml(settings: Mapping[str, Any]) -> str:
     # Without this a null is written as nothing at all, which reads like a forgotten value.
     yaml.representer.add_representer(type(None), lambda r, _: r.represent_scalar("tag:yaml.org,2002:null", "null"))
     text = io.StringIO()
-    yaml.dump(settings, text)
+    yaml.dump(dict(settings), text)
     return text.getvalue()
+
+
+_ORIGINS = "\0origins"  # carries them to the error message; no YAML key can hold this character
 
 
 def _needed(settings: Mapping[str, Any], defaults: Mapping[str, Any], *, names: Collection[str]) -> dict[str, Any]:

@@ -210,6 +210,30 @@ def _schedule(config: "Config") -> Iterator[Problem]:
             fix="set schedule.name: linear or cosine, or leave out schedule.min_lr_ratio",
             others=("schedule.name",),
         )
+        if config.schedule.warmup_steps is not None:  # else the ratio follows it
+            yield from _no_effect(
+                config,
+                "schedule.total_steps",
+                because="with a constant learning rate and a warm-up of its own length",
+                fix="leave out schedule.total_steps",
+                others=("schedule.name", "schedule.warmup_steps"),
+            )
+    if config.schedule.warmup_shape == "log" and config.schedule.convention != "deepspeed":
+        yield Problem(
+            "a logarithmic warm-up is DeepSpeed's",
+            _show(config, "schedule.warmup_shape", "schedule.convention"),
+            "set schedule.convention: deepspeed, or schedule.warmup_shape: linear",
+            ("schedule.warmup_shape", "schedule.convention"),
+        )
+    no_warmup = config.schedule.warmup_steps == 0 and config.schedule.convention != "deepspeed"
+    if no_warmup or (config.schedule.warmup_steps is None and config.schedule.warmup_ratio == 0):
+        yield from _no_effect(
+            config,
+            "schedule.warmup_min_ratio",
+            because="without a warm-up",
+            fix="set schedule.warmup_steps, or leave out schedule.warmup_min_ratio",
+            others=("schedule.warmup_steps", "schedule.warmup_ratio"),
+        )
     max_steps, warmup_steps = config.train.max_steps, config.schedule.warmup_steps
     if max_steps is not None and warmup_steps is not None and warmup_steps > max_steps:
         yield Problem(

@@ -340,13 +340,30 @@ class ScheduleConfig(Section):
         default=None,
         description="The same as a number of optimizer steps; null goes by warmup_ratio. Set one of the two.",
     )
-    warmup_shape: Literal["linear"] = Field(
-        default="linear", description="Shape of the rise: a straight line from 0 to lr."
+    warmup_shape: Literal["linear", "log"] = Field(
+        default="linear",
+        description="Shape of the rise: a straight line, or log, DeepSpeed's default, which is most of the way up "
+        "after a few steps. log needs convention: deepspeed.",
+    )
+    warmup_min_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.0, description="Share of lr that the rise starts from; only of use with a warm-up."
     )
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.1,
         description="Share of lr at the last step of linear and cosine. 0.1 keeps the last steps learning; 0 ends at "
         "rest.",
+    )
+    total_steps: Steps | None = Field(
+        default=None,
+        description="Optimizer steps over which the schedule runs, where that is not the whole run: warmup_ratio and "
+        "the fall go by it, and after it linear and cosine stay at min_lr_ratio.",
+    )
+    convention: Literal["native", "transformers", "deepspeed"] = Field(
+        default="native",
+        description="Which step has which rate. native: no step stands still, and the last one has the lowest rate. "
+        "transformers: step 0 of a warm-up has rate 0, and the lowest would be that of the step after the last. "
+        "deepspeed: as its WarmupLR, WarmupDecayLR and WarmupCosineLR, one step later, with at least 2 steps of "
+        "warm-up. The others are for a run that was begun there; the import commands set them.",
     )
 
 

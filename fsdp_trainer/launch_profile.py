@@ -5,7 +5,7 @@ itself accepts any key inside `fsdp_config` in silence (accelerate 1.15, command
 """
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +37,27 @@ _FOREIGN_SECTIONS = {
 # Accelerate's argument parser has its own default for these, so a profile never wins (commands/launch.py:1278).
 _IGNORED_BY_ACCELERATE = {"rdzv_backend": "static", "same_network": None, "enable_cpu_affinity": False}
 
-_STRATEGY_NUMBERS = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD"}
-_STRATEGY_NUMBERS["5"] = "HYBRID_SHARD_ZERO2"
+STRATEGY_NUMBERS = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD"}
+STRATEGY_NUMBERS["5"] = "HYBRID_SHARD_ZERO2"
 
 _PREFETCH_FIX = (
     "leave it out: FSDP2 prefetches by itself, and Accelerate reads fsdp_backward_prefetch, under FSDP1 only"
 )
 
 
-def write_profile(path: str | Path, config: Config, *, processes: int, use_cpu: bool, machines: int = 1) -> Path:
+def write_profile(
+    path: str | Path,
+    config: Config,
+    *,
+    processes: int,
+    use_cpu: bool,
+    machines: int = 1,
+    further: Mapping[str, Any] | None = None,
+) -> Path:
     """Write an Accelerate profile that agrees with the settings, and return its path.
 
-    `processes` are those of all machines; of several, each is started with its own --machine_rank.
+    `processes` are those of all machines; of several, each is started with its own --machine_rank. `further` holds
+    top-level keys to set as well, such as the address of the first machine.
     """
     profile = {
         "compute_environment": "LOCAL_MACHINE",
@@ -69,7 +78,7 @@ def write_profile(path: str | Path, config: Config, *, processes: int, use_cpu: 
         },
     }
     path = Path(path)
-    path.write_text(yaml.safe_dump(profile, sort_keys=False), encoding="utf-8")
+    path.write_text(yaml.safe_dump(profile | dict(further or {}), sort_keys=False), encoding="utf-8")
     return path
 
 
@@ -187,7 +196,7 @@ def _version(values: Mapping[str, Any]) -> Iterator[Problem]:
 _Rule = Callable[[Any, Config], tuple[str, str] | None]
 
 
-def _as_bool(value: Any) -> bool | None:
+def as_bool(value: Any) -> bool | None:
     """Read a flag as Accelerate does (utils/environment.py, str_to_bool); None for anything else."""
     text = str(value).strip().lower()
     if text in {"y", "yes", "t", "true", "on", "1"}:
@@ -197,7 +206,7 @@ def _as_bool(value: Any) -> bool | None:
 
 def _must_equal(expected: Callable[[Config], bool], name: str) -> _Rule:
     def rule(value: Any, config: Config) -> tuple[str, str] | None:
-        flag = _as_bool(value)
+        flag = as_bool(value)
         if flag is None:
             return "is neither true nor false", "write true or false without quotes"
         if flag == expected(config):
@@ -212,7 +221,7 @@ def _only(allowed: set[str], reason: str, fix: str) -> _Rule:
 
 
 def _strategy(value: Any, config: Config) -> tuple[str, str] | None:
-    name = _STRATEGY_NUMBERS.get(str(value).strip(), str(value).strip().upper())
+    name = STRATEGY_NUMBERS.get(str(value).strip(), str(value).strip().upper())
     stage = {"NO_SHARD": 0, "SHARD_GRAD_OP": 2, "FULL_SHARD": 3, "HYBRID_SHARD": 3}.get(name)
     if stage is None:
         return "is not a strategy FSDP2 can run", "leave it out and set sharding.zero_stage in the settings"
@@ -224,9 +233,9 @@ def _strategy(value: Any, config: Config) -> tuple[str, str] | None:
 
 def _reshard(value: Any, config: Config) -> tuple[str, str] | None:
     name = str(value).strip().upper()
-    if name in _STRATEGY_NUMBERS.values():  # FSDP1 profiles write the strategy here
+    if name in STRATEGY_NUMBERS.values():  # FSDP1 profiles write the strategy here
         return _strategy(name, config)
-    if _as_bool(value) is None:
+    if as_bool(value) is None:
         return (
             "is neither true nor false",
             "write true or false; groups are sharding.reshard_after_forward in the settings",
@@ -248,7 +257,7 @@ _FSDP_RULES: dict[str, _Rule] = {
         lambda c: c.activation_checkpointing.offload, "activation_checkpointing.offload"
     ),
     "fsdp_state_dict_type": _only(
-        {"sharded_state_dict", "2"},
+        {"sharded_state_dict", "3"},
         "is not how checkpoints are written here",
         "leave it out or set SHARDED_STATE_DICT; export.at_end writes the whole model as a Hugging Face folder",
     ),
@@ -341,7 +350,7 @@ def check_environment(config: Config, environ: Mapping[str, str]) -> None:
     problems += [
         _problem("this trainer runs FSDP2 alone", name, environ[name], "use a profile for FSDP")
         for name in _OTHER_ENGINES
-        if _as_bool(environ.get(name, "false"))
+        if as_bool(environ.get(name, "false"))
     ]
     backend = environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
     if backend.lower() != "no":
@@ -355,13 +364,26 @@ def check_environment(config: Config, environ: Mapping[str, str]) -> None:
     raise_problems(problems, source="from the Accelerate profile")
 
 
-def check_layer_class(environ: Mapping[str, str], layer_class: str) -> None:
-    """Refuse a profile that names another class than the decoder layers that are sharded and checkpointed."""
+def check_layer_class(environ: Mapping[str, str], classes: Sequence[str]) -> str:
+    """Refuse a profile that names no decoder layer of the model; return a remark, or "" where there is nothing to say.
+
+    `classes` holds the class of the decoder layers first, then those of the modules inside it: a profile may name one
+    of these too, and it is sharded and checkpointed with its layer.
+    """
     named = environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
     names = [name.strip() for name in named.split(",") if name.strip()]
-    if names and names != [layer_class]:
+    layer, *inside = classes
+    wrong = [name for name in names if name not in classes]
+    if wrong or (names and layer not in names):
+        folded = {name.lower(): name for name in classes}
+        near = difflib.get_close_matches((wrong or names)[0].lower(), list(folded), n=1)
+        hint = f"did you mean {folded[near[0]]}? " if wrong and near else ""
         raise ConfigError(
             "the profile's fsdp_transformer_layer_cls_to_wrap is not this model's decoder layer",
-            values=f"{named} in the profile, {layer_class} in the model",
-            fix="leave it out: decoder layers are found by themselves",
+            values=f"{named} in the profile, {layer} in the model",
+            fix=f"{hint}leave it out: decoder layers are found by themselves",
         )
+    also = ", ".join(name for name in dict.fromkeys(names) if name in inside)
+    return (
+        f"the profile names {also} inside {layer}: only {layer} is sharded and checkpointed, as a whole" if also else ""
+    )

@@ -173,7 +173,10 @@ RULES: Mapping[str, Rule] = {
         "schedule.warmup_ratio",
         "schedule.warmup_steps",
         "schedule.warmup_shape",
+        "schedule.warmup_min_ratio",
         "schedule.min_lr_ratio",
+        "schedule.total_steps",
+        "schedule.convention",
     ),
 }  # fmt: skip
 

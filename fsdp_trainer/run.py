@@ -39,6 +39,7 @@ from fsdp_trainer.optim.offloaded_adamw import OffloadedAdamW
 from fsdp_trainer.optim.sharded_adamw import ShardedAdamW
 from fsdp_trainer.optim.transfers import can_pin
 from fsdp_trainer.patches import skip_padding_warning
+from fsdp_trainer.progress import log_line
 from fsdp_trainer.router_loss import find_router_loss
 from fsdp_trainer.runtime import Runtime, check_precision
 from fsdp_trainer.sharding import (
@@ -88,7 +89,7 @@ def build_run(config: Config, runtime: Runtime, *, load: bool = True) -> Run:
     # 2. Parameters on meta: no rank ever holds the whole model. They rest in fp32 unless the masters are elsewhere.
     hf_config, model, parts = _build_meta(config)
     check_decoder(model, parts, packing=config.data.packing, seq_len=config.data.seq_len)
-    check_layer_class(runtime.launched_with, type(parts.layers[0]).__name__)
+    check_layer_class(runtime.launched_with, _layer_classes(parts))
     # 3. The loss replaces the head's forward before FSDP hooks the modules, so that the weight is whole around it.
     attach_loss(
         model,
@@ -146,6 +147,10 @@ def _build_meta(config: Config) -> tuple[Any, Any, ModelParts]:
     return hf_config, model, parts
 
 
+def _layer_classes(parts: ModelParts) -> list[str]:
+    return list(dict.fromkeys(type(module).__name__ for module in parts.layers[0].modules()))
+
+
 def check_model(config: Config, runtime: Runtime) -> None:
     """Refuse a model that `build_run` would refuse, from its config and file headers alone; seconds, and no weights.
 
@@ -154,7 +159,8 @@ def check_model(config: Config, runtime: Runtime) -> None:
     _check_machine(config, runtime)
     _, model, parts = _build_meta(config)
     check_decoder(model, parts, packing=config.data.packing, seq_len=config.data.seq_len)
-    check_layer_class(runtime.launched_with, type(parts.layers[0]).__name__)
+    if remark := check_layer_class(runtime.launched_with, _layer_classes(parts)):
+        log_line(remark, is_main=runtime.rank == 0)
     find_logit_transform(model, decoder=parts.decoder, head=parts.head, hf_config=model.config)
     apply_freezing(model, config.model.freeze)
     if config.model.init == "pretrained":

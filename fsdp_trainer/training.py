@@ -34,7 +34,7 @@ from fsdp_trainer.export_folder import recover
 from fsdp_trainer.launch import launch, read_status
 from fsdp_trainer.memory.measure import measure_memory
 from fsdp_trainer.model_card import format_model_card
-from fsdp_trainer.optim.schedule import learning_rate, warmup_length
+from fsdp_trainer.optim.schedule import scheduled_rate
 from fsdp_trainer.progress import log_line
 from fsdp_trainer.rank_watch import RankWatch, watch_ranks
 from fsdp_trainer.resume_rules import check_resume, describe
@@ -182,7 +182,12 @@ def train_loop(run: Run, session: _Session, progress: Progress) -> Progress:
         for window in windows:
             for note in window.notes:
                 log_line(note, is_main=runtime.is_main)
-            rate = _learning_rate(config, progress.optimizer_steps, session.total_steps)
+            rate = scheduled_rate(
+                progress.optimizer_steps,
+                schedule=config.schedule,
+                peak=config.optim.lr,
+                total_steps=session.total_steps,
+            )
             started = time.perf_counter()
             output = train_step(run, window, learning_rate=rate, optimizer_step=progress.optimizer_steps)
             loss, grad_norm, skipped = _read(output)
@@ -255,18 +260,6 @@ def _check_skip(run: Run, progress: Progress, *, loss: float, grad_norm: float, 
         reason,
         values=f"step {progress.step + 1}: loss {loss}, gradient norm {grad_norm}, rows {list(rows)[:16]}",
         fix=f"look at these rows{instead}; the last checkpoint is as it was",
-    )
-
-
-def _learning_rate(config: Config, optimizer_steps: int, total_steps: int) -> float:
-    schedule = config.schedule
-    return learning_rate(
-        optimizer_steps,
-        name=schedule.name,
-        peak=config.optim.lr,
-        total_steps=total_steps,
-        warmup=warmup_length(total_steps, warmup_ratio=schedule.warmup_ratio, warmup_steps=schedule.warmup_steps),
-        min_lr_ratio=schedule.min_lr_ratio,
     )
 
 

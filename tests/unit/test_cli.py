@@ -78,6 +78,9 @@ def test_only_commands_that_exist_are_listed() -> None:
         "verify",
         "simulate",
         "plan",
+        "import-deepspeed",
+        "import-accelerate",
+        "import-trainer",
         "schema",
     }
 

@@ -70,6 +70,15 @@ def test_what_comes_later_is_refused_by_name(overrides: dict[str, Any]) -> None:
         ({"loss": {"kind": "plain", "chunk_tokens": 8}}, ["loss.chunk_tokens", "loss.kind"]),
         ({"schedule": {"warmup_steps": 5, "warmup_ratio": 0.1}}, ["schedule.warmup_ratio", "schedule.warmup_steps"]),
         ({"schedule": {"name": "constant", "min_lr_ratio": 0.5}}, ["schedule.min_lr_ratio", "schedule.name"]),
+        ({"schedule.warmup_shape": "log"}, ["schedule.warmup_shape", "schedule.convention"]),
+        (
+            {"schedule": {"warmup_min_ratio": 0.1, "warmup_steps": 0}},
+            ["schedule.warmup_min_ratio", "schedule.warmup_steps"],
+        ),
+        (
+            {"schedule": {"name": "constant", "warmup_steps": 2, "total_steps": 10}},
+            ["schedule.total_steps", "schedule.name"],
+        ),
         ({"schedule.warmup_steps": 11, "train.max_steps": 10}, ["schedule.warmup_steps", "train.max_steps"]),
         ({"profile.steps": 5}, ["profile.steps", "profile.start"]),
         ({"data": {"format": "text", "train_on": "all"}}, ["data.train_on", "data.format"]),
@@ -97,6 +106,7 @@ def test_conflicts_have_three_parts(overrides: dict[str, Any], named: list[str])
     [
         {"schedule": {"warmup_steps": 5}},
         {"schedule.warmup_steps": 0},
+        {"schedule": {"warmup_shape": "log", "convention": "deepspeed"}},
         {"schedule": {"name": "constant"}},
         {"activation_checkpointing": {"mode": "every_n_layers", "every_n": 3}},
         {"precision": "fp16", "sharding.reduce_dtype": "fp16"},

@@ -256,8 +256,15 @@ def test_environment_that_agrees() -> None:
 
 
 def test_layer_class_of_a_profile() -> None:
-    check_layer_class({}, "LlamaDecoderLayer")
-    check_layer_class({"FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer"}, "LlamaDecoderLayer")
-    for wrong in ("LLaMADecoderLayer", "LlamaDecoderLayer, LlamaMLP", "LlamaDecoderLayer,LlamaMLP"):
-        with pytest.raises(ConfigError, match="LlamaDecoderLayer in the model"):
-            check_layer_class({"FSDP_TRANSFORMER_CLS_TO_WRAP": wrong}, "LlamaDecoderLayer")
+    """Report 137: spaces are allowed, a class inside the layer is said, and a near miss is suggested."""
+    classes = ["LlamaDecoderLayer", "LlamaAttention", "Linear", "LlamaMLP"]
+    for right in ("", "LlamaDecoderLayer", " LlamaDecoderLayer ,"):
+        assert check_layer_class({"FSDP_TRANSFORMER_CLS_TO_WRAP": right}, classes) == ""
+    assert check_layer_class({}, classes) == ""
+    for nested in ("LlamaDecoderLayer, LlamaMLP", "LlamaMLP,LlamaDecoderLayer"):
+        remark = check_layer_class({"FSDP_TRANSFORMER_CLS_TO_WRAP": nested}, classes)
+        assert "LlamaMLP inside LlamaDecoderLayer" in remark
+    for wrong in ("LLaMADecoderLayer", "LlamaMLP", "GPT2Block", "LlamaDecoderLayer, GPT2Block"):
+        with pytest.raises(ConfigError, match="LlamaDecoderLayer in the model") as caught:
+            check_layer_class({"FSDP_TRANSFORMER_CLS_TO_WRAP": wrong}, classes)
+        assert ("did you mean LlamaDecoderLayer?" in str(caught.value)) == (wrong == "LLaMADecoderLayer")

@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from fsdp_trainer.optim.schedule import learning_rate, warmup_length
+from fsdp_trainer.config import ScheduleConfig
+from fsdp_trainer.optim.schedule import learning_rate, scheduled_rate, warmup_length
 
 
 def rates(name: str, *, total: int, warmup: int, floor: float = 0.1) -> list[float]:
@@ -38,6 +39,64 @@ def test_cosine_quarter() -> None:
 @pytest.mark.parametrize(("total", "warmup"), [(1, 0), (1, 1), (2, 1), (3, 3), (5, 4)])
 def test_short_runs_have_finite_positive_rates(name: str, total: int, warmup: int) -> None:
     assert all(0 < rate <= 2.0 for rate in rates(name, total=total, warmup=warmup))
+
+
+def test_a_rise_from_a_share_of_the_rate() -> None:
+    got = [
+        learning_rate(step, name="constant", peak=2.0, total_steps=6, warmup=4, min_lr_ratio=0.1, warmup_min_ratio=0.5)
+        for step in range(6)
+    ]
+    assert got == pytest.approx([1.25, 1.5, 1.75, 2.0, 2.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("constant", [0.0, 1.0, 2.0, 2.0, 2.0, 2.0]),
+        ("linear", [0.0, 1.0, 2.0, 1.5, 1.0, 0.5]),
+        ("cosine", [0.0, 1.0, 2.0, 1.0 + math.sqrt(0.5), 1.0, 1.0 - math.sqrt(0.5)]),
+    ],
+)
+def test_transformers_convention(name: str, expected: list[float]) -> None:
+    """As get_scheduler of Transformers gives them: step 0 stands still, and the floor lies one step after the end."""
+    got = [
+        learning_rate(step, name=name, peak=2.0, total_steps=6, warmup=2, min_lr_ratio=0.0, convention="transformers")
+        for step in range(6)
+    ]
+    assert got == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("constant", "log", [0.0, 0.0, 1.0, math.log2(3), 2.0, 2.0, 2.0]),
+        ("constant", "linear", [0.0, 0.0, 0.5, 1.0, 1.5, 2.0, 2.0]),
+        ("linear", "linear", [0.0, 0.0, 0.5, 1.0, 1.5, 2.0, 1.5]),
+        ("cosine", "log", [0.0, 0.0, 1.0, math.log2(3), 2.0, 1.0 + math.sqrt(0.5), 1.0]),
+    ],
+)
+def test_deepspeed_convention(name: str, shape: str, expected: list[float]) -> None:
+    """By hand; tests/unit/interop/test_deepspeed.py has DeepSpeed's formulas over 40 steps."""
+    got = [
+        learning_rate(
+            step,
+            name=name,
+            peak=2.0,
+            total_steps=8,
+            warmup=4,
+            min_lr_ratio=0.0,
+            warmup_shape=shape,
+            convention="deepspeed",
+        )
+        for step in range(7)
+    ]
+    assert got == pytest.approx(expected)
+
+
+def test_a_schedule_shorter_than_the_run() -> None:
+    schedule = ScheduleConfig(name="linear", warmup_ratio=0.5, min_lr_ratio=0.5, total_steps=4)
+    got = [scheduled_rate(step, schedule=schedule, peak=2.0, total_steps=100) for step in range(6)]
+    assert got == pytest.approx([1.0, 2.0, 2.0, 1.0, 1.0, 1.0])
 
 
 def test_warmup_length() -> None:

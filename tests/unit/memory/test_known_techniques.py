@@ -26,6 +26,7 @@ NO_TECHNIQUE = {
     "sharding.reduce_dtype",
     "schedule.name",
     "schedule.warmup_shape",
+    "schedule.convention",
     "train.on_nonfinite",
     "eval.at_end",
     "checkpoint.keep_best",

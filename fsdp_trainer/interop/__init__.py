@@ -1,0 +1,1 @@
+"""Reads the settings of other tools (DeepSpeed, Accelerate, Transformers) and says what becomes of each."""

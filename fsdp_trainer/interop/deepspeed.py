@@ -1,0 +1,154 @@
+"""Reads a DeepSpeed configuration (ds_config.json) and says what each of its keys becomes.
+
+What a file leaves out has DeepSpeed's defaults, not this program's: those are written into the settings as well.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp_trainer.errors import ConfigError
+from fsdp_trainer.interop.arguments import Arguments, read_arguments
+from fsdp_trainer.interop.deepspeed_batch import resolve_batch
+from fsdp_trainer.interop.deepspeed_facts import SCHEDULES, Facts
+from fsdp_trainer.interop.deepspeed_rules import RULES
+from fsdp_trainer.interop.key_table import Value, held_values, judge, load_table, read_values
+from fsdp_trainer.interop.places import Document, read_json, read_text
+from fsdp_trainer.interop.verdicts import Added, Import, Verdict
+
+WHAT = "the DeepSpeed configuration"
+
+
+def import_deepspeed(
+    path: str | Path, *, training_args: str | Path | None = None, world_size: int | None = None
+) -> Import:
+    """Return what becomes of every key of a ds_config.json.
+
+    `training_args` is a file of Transformers' TrainingArguments, from which "auto" is filled in; `world_size` the
+    number of GPUs the run had, where the file does not say it. ConfigError for files that cannot be read.
+    """
+    document = read_json(read_text(path, what=WHAT), file=str(path), what=WHAT)
+    arguments = read_arguments(training_args) if training_args is not None else None
+    return judge_deepspeed(document, arguments=arguments, world_size=world_size)
+
+
+def judge_deepspeed(document: Document, *, arguments: Arguments | None, world_size: int | None) -> Import:
+    """Return what becomes of the keys of a DeepSpeed configuration and of the arguments it is run with."""
+    table = load_table("deepspeed_keys")
+    values = read_values(document, table, fill=_Fill(arguments, world_size), tool="DeepSpeed")
+    held = held_values(values)
+    batch = resolve_batch(held, arguments=arguments, world_size=world_size)
+    if batch.problem and not _BATCH_KEYS.intersection(key.name.split(".")[0] for key in document.keys):
+        fix = "write train_micro_batch_size_per_gpu and gradient_accumulation_steps, and give --world-size N"
+        raise ConfigError(f"{WHAT} does not say the batch", values=f"{document.file}: {batch.problem}", fix=fix)
+    facts = Facts(held, batch, from_transformers=arguments is not None)
+    judged = zip(judge(values, RULES, facts), values, strict=True)
+    verdicts = [_check_argument(verdict, value, arguments) for verdict, value in judged]
+    taken = {name for verdict in verdicts for name in verdict.settings}
+    defaults = {name: Added(name, value, why) for name, value, why in _find_defaults(facts, arguments is not None)}
+    added = [one for one in defaults.values() if one.name not in taken]
+    if arguments is not None:
+        taken |= {one.name for one in added}
+        beside, more = arguments.beside_deepspeed(taken, batch.world_size)
+        verdicts, added = [*verdicts, *beside], [*added, *more]
+    return Import(
+        source=document.file,
+        tool="a DeepSpeed configuration",
+        verdicts=tuple(verdicts),
+        added=() if any(verdict.blocks for verdict in verdicts) else tuple(added),
+        processes=batch.world_size,
+        notes=(*document.notes, *_remarks(facts)),
+        use_cpu=bool(arguments is not None and arguments.value("use_cpu")),
+    )
+
+
+_BATCH_KEYS = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
+
+
+@dataclass(frozen=True)
+class _Fill:
+    """Where "auto" gets its values: Transformers' arguments, read or by default."""
+
+    arguments: Arguments | None
+    world_size: int | None
+
+    def __call__(self, source: str) -> tuple[Any, str] | None:
+        if source == "amp":
+            return False, "as Transformers has it"
+        return self.arguments.fill(source, self.world_size) if self.arguments is not None else None
+
+
+def _check_argument(verdict: Verdict, value: Value, arguments: Arguments | None) -> Verdict:
+    """Refuse a value that the arguments contradict, as Transformers does."""
+    if arguments is None or value.entry is None or not value.entry.auto or value.key.value == "auto":
+        return verdict
+    said = arguments.said(value.entry.auto)
+    if said is None or said[0] == value.value or verdict.kind == "refused":
+        return verdict
+    text = f"{value.key.value} here, {said[1]}: Transformers refuses that; make both the same"
+    return Verdict(verdict.key, "refused", text, verdict.settings)
+
+
+def _find_defaults(facts: Facts, from_transformers: bool) -> Iterator[tuple[str, Any, str]]:
+    """Yield the settings that DeepSpeed's own defaults ask for where the file says nothing."""
+    yield from _step_defaults(facts)
+    yield from _optimizer_defaults(facts)
+    yield from _schedule_defaults(facts, from_transformers)
+    if not from_transformers:
+        why = "DeepSpeed does not switch it on: set full where your script calls gradient_checkpointing_enable()"
+        yield "activation_checkpointing.mode", "none", why
+        yield "data.packing", False, "one record a row"
+
+
+def _step_defaults(facts: Facts) -> Iterator[tuple[str, Any, str]]:
+    yield "batch.global_batch_size", facts.batch.global_batch_size, facts.batch.equation
+    yield "batch.micro_batch_size", facts.batch.micro_batch_size, facts.batch.equation
+    yield "sharding.zero_stage", 0, "without a stage DeepSpeed shards nothing"
+    yield "precision", "fp32", "neither bf16 nor fp16 is enabled"
+    yield "optim.max_grad_norm", 1.0, "DeepSpeed's default since 0.19; before it was off"
+
+
+def _optimizer_defaults(facts: Facts) -> Iterator[tuple[str, Any, str]]:
+    if "optimizer.type" not in facts.values:
+        return
+    why = "DeepSpeed's default"
+    yield "optim.lr", 1e-3, why
+    yield "optim.betas", [0.9, 0.999], why
+    yield "optim.eps", 1e-8, why
+    decay = 0.01 if facts.values.get("optimizer.params.torch_adam") else 0.0
+    yield "optim.weight_decay", decay, "torch's default" if decay else why
+    if decay:
+        yield "optim.no_decay", [], "DeepSpeed decays every parameter that it is given"
+
+
+def _schedule_defaults(facts: Facts, from_transformers: bool) -> Iterator[tuple[str, Any, str]]:
+    kind = facts.values.get("scheduler.type")
+    if kind is None:
+        if from_transformers:
+            return  # its lr_scheduler_type then
+        yield "schedule.name", "constant", "without a scheduler DeepSpeed keeps the learning rate"
+        yield "schedule.warmup_steps", 0, "without a scheduler DeepSpeed keeps the learning rate"
+        return
+    if kind not in SCHEDULES:
+        return
+    why = f"{kind}'s default"
+    yield "schedule.warmup_steps", 1000, why
+    yield "schedule.warmup_shape", "log", why
+    if kind == "WarmupDecayLR":
+        yield "schedule.min_lr_ratio", 0.0, why
+        if "scheduler.params.warmup_max_lr" not in facts.values:
+            yield "optim.lr", 1e-3, why
+    if kind == "WarmupCosineLR":
+        yield "schedule.min_lr_ratio", 1e-4, why
+
+
+def _remarks(facts: Facts) -> Iterator[str]:
+    if facts.precision in ("bf16", "fp16") and not facts.values.get("communication_data_type"):
+        yield (
+            f"gradients are summed over ranks in fp32; DeepSpeed sums them in {facts.precision} "
+            "(sharding.reduce_dtype says otherwise)"
+        )
+    if "optimizer.type" not in facts.values and not facts.from_transformers:
+        yield "the file names no optimizer, so your script made one: set optim.lr and the rest as it has them"
+    yield "the loss is the mean over all supervised tokens of a step, over all ranks and micro-batches"

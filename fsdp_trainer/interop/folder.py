@@ -1,0 +1,117 @@
+"""Writes what an import found: settings, Accelerate profile and report, in a folder that holds none of them yet."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdp_trainer.config import Config, dump_settings
+from fsdp_trainer.config_reading import apply_overrides, merge_settings
+from fsdp_trainer.errors import ConfigError
+from fsdp_trainer.interop.report import format_json, format_markdown
+from fsdp_trainer.interop.verdicts import Import
+from fsdp_trainer.launch_profile import write_profile
+
+SETTINGS, PROFILE, REPORT, REPORT_JSON = "run.yaml", "accelerate.yaml", "report.md", "report.json"
+
+
+def build_config(imported: Import, overrides: Sequence[str] = ()) -> Config:
+    """Return the imported settings with `--section.key=value` words over them.
+
+    Raises ConfigError where the settings do not fit together, or not the number of processes.
+    """
+    settings = merge_settings({}, imported.settings())
+    try:
+        apply_overrides(settings, overrides, root=Config)
+        config = Config.from_dict(settings)
+        if imported.processes is not None:
+            config.check_world(imported.processes)
+    except ConfigError as error:
+        fix = error.fix or "correct the file, or give --section.key=value to say it otherwise"
+        raise ConfigError(
+            f"{error.what} (settings made from {imported.source})", values=error.values, fix=fix
+        ) from None
+    return config
+
+
+def write_import(imported: Import, folder: str | Path, *, overrides: Sequence[str] = (), allow: bool = False) -> Config:
+    """Write run.yaml, accelerate.yaml, report.md and report.json; return the settings.
+
+    Raises ConfigError, and writes nothing, where something is refused that `allow` does not let pass, where the
+    settings do not fit together, and where the folder holds one of these files.
+    """
+    folder = Path(folder)
+    check_refused(imported, allow=allow)
+    config = build_config(imported, overrides)
+    _check_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / SETTINGS).write_text(_format_settings(imported, config), encoding="utf-8")
+    if imported.processes is not None:
+        write_profile(
+            folder / PROFILE,
+            config,
+            processes=imported.processes,
+            use_cpu=imported.use_cpu,
+            further=imported.profile,
+        )
+    (folder / REPORT).write_text(format_markdown(imported, config), encoding="utf-8")
+    (folder / REPORT_JSON).write_text(json.dumps(format_json(imported), indent=2) + "\n", encoding="utf-8")
+    return config
+
+
+def format_command(imported: Import, config: Config, folder: str | Path) -> str:
+    """Return the command that starts the imported run, with what the files do not say left open."""
+    folder, defaults = Path(folder), Config()
+    command = f"fsdp-trainer train --config {folder / SETTINGS}"
+    if imported.processes is not None:
+        command += f" --profile {folder / PROFILE}"
+    if config.model.path == defaults.model.path:
+        command += " --model.path=MODEL"
+    return command + (" --data.train=FILE" if config.data.train == defaults.data.train else "")
+
+
+def check_refused(imported: Import, *, allow: bool) -> None:
+    """Raise ConfigError that names the refused keys; `allow` lets pass those that something can stand in for."""
+    refused = imported.of_kind("refused")
+    blocking = [verdict for verdict in refused if verdict.blocks]
+    stopping = blocking if allow else refused
+    if not stopping:
+        return
+    keys = ", ".join(f"{verdict.key.name} ({verdict.key.place})" for verdict in stopping)
+    fix = "correct the file" if blocking else "change the file, or give --allow-differences to go on without them"
+    count = "1 key is" if len(stopping) == 1 else f"{len(stopping)} keys are"
+    raise ConfigError(f"{count} refused, so nothing was written", values=keys, fix=f"{fix}; the report says why")
+
+
+def _check_folder(folder: Path) -> None:
+    for parent in (folder, *folder.parents):
+        if parent.exists() and not parent.is_dir():
+            raise ConfigError("the folder to write is a file", values=str(parent), fix="give another --out")
+    there = [name for name in (SETTINGS, PROFILE, REPORT, REPORT_JSON) if (folder / name).exists()]
+    if there:
+        raise ConfigError(
+            "the folder holds such files already, and nothing is written over",
+            values=f"{folder}: {', '.join(there)}",
+            fix="give another --out, or take these files away",
+        )
+
+
+def _format_settings(imported: Import, config: Config) -> str:
+    """Return what differs from the defaults and what the import decided, so that the file says all that was meant."""
+    values, defaults, decided = config.to_dict(), Config().to_dict(), imported.settings()
+    kept: dict[str, Any] = {}
+    for section, held in values.items():
+        if not isinstance(held, Mapping):
+            if section in decided or held != defaults[section]:
+                kept[section] = held
+            continue
+        names = [name for name in held if f"{section}.{name}" in decided or held[name] != defaults[section][name]]
+        if names:
+            kept[section] = {name: held[name] for name in names}
+    head = f"# From {imported.source} ({imported.tool}); {REPORT} says what became of every key.\n"
+    lacking = [
+        name for name in ("model.path", "data.train") if name.split(".")[1] not in kept.get(name.split(".")[0], {})
+    ]
+    if lacking:
+        head += f"# It says nothing of {' and '.join(lacking)}: give them here or as --{lacking[0]}=...\n"
+    return head + dump_settings(kept)

@@ -1,0 +1,124 @@
+"""Configuration (reports Q): settings of other tools that were imported train here, at the rates they had there.
+
+What each key becomes is in tests/unit/interop/; here the runs are started.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_trainer.config import Config
+from fsdp_trainer.interop.deepspeed import import_deepspeed
+from fsdp_trainer.interop.folder import write_import
+from tests import models, training_runs
+from tests.ranks import run_ranks
+
+Folder = Callable[[str], str]
+
+STAGE_2_OFFLOAD: dict[str, Any] = {
+    "train_batch_size": 8,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 1.0,
+    "fp16": {"enabled": False, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},
+    "bf16": {"enabled": True},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 4e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01, "torch_adam": True},
+    },
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": 0, "warmup_max_lr": 4e-3, "warmup_num_steps": 3},
+    },
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "allgather_partitions": True,
+        "allgather_bucket_size": 2e8,
+        "overlap_comm": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": 2e8,
+        "contiguous_gradients": True,
+    },
+    "steps_per_print": 1,
+    "wall_clock_breakdown": False,
+}
+STAGE_3_OFFLOADS: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": 0.5,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "Adam", "params": {"lr": 4e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"total_num_steps": 40, "warmup_max_lr": 4e-3, "warmup_num_steps": 2, "warmup_type": "linear"},
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "sub_group_size": 1e9,
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_prefetch_bucket_size": 5e7,
+        "stage3_param_persistence_threshold": 1e5,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+}
+STAGE_2_OF_8_GPUS: dict[str, Any] = {
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 1.0,
+    "bf16": {"enabled": True},
+    "communication_data_type": "bf16",
+    "optimizer": {"type": "AdamW", "params": {"lr": 4e-3, "weight_decay": 0.0}},
+    "scheduler": {
+        "type": "WarmupCosineLR",
+        "params": {"total_num_steps": 20, "warmup_num_steps": 2, "cos_min_ratio": 0.1},
+    },
+    "zero_optimization": {"stage": 2, "overlap_comm": True, "round_robin_gradients": True},
+    "activation_checkpointing": {"partition_activations": False, "cpu_checkpointing": False},
+}
+FILES = {
+    "stage-2-optimizer-offload": (STAGE_2_OFFLOAD, 2, "optimizer"),
+    "stage-3-both-offloads": (STAGE_3_OFFLOADS, 2, "params"),
+    "stage-2-bf16-of-8-gpus": (STAGE_2_OF_8_GPUS, 8, "none"),
+}
+LOG_3 = [0, 0, math.log(2) / math.log(3), 1, 1, 1, 1, 1, 1, 1]
+RATES = {
+    "stage-2-optimizer-offload": LOG_3,
+    "stage-3-both-offloads": [0, 0, 0.5, *((40 - last) / 38 for last in range(2, 9))],
+    "stage-2-bf16-of-8-gpus": [0, 0, 1, *(0.1 + 0.45 * (1 + math.cos(math.pi * n / 18)) for n in range(1, 8))],
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_an_imported_deepspeed_run_trains(name: str, model_folder: Folder, tmp_path: Path) -> None:
+    """Ten steps on two ranks: the loss falls, and each step has the rate that DeepSpeed's formula gives it."""
+    content, world, offload = FILES[name]
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(content))
+    imported = import_deepspeed(path, world_size=world)
+    assert imported.processes == world
+    records, _ = models.make_records(32, seed=3)
+    train_file = models.write_jsonl(records, tmp_path / "train.jsonl")
+    flags = [
+        *(f"--model.path={model_folder('llama')}", f"--data.train={train_file}", "--data.format=prompt_completion"),
+        *("--data.seq_len=40", f"--data.cache_dir={tmp_path / 'cache'}", f"--output_dir={tmp_path / 'run'}"),
+        *("--train.max_steps=10", "--train.epochs=1", "--checkpoint.every_steps=1000", "--log.samples=0"),
+    ]
+    write_import(imported, tmp_path / "out", overrides=flags)
+    config = Config.load(tmp_path / "out" / "run.yaml")
+    assert (config.sharding.offload, config.precision) == (offload, "bf16")
+    rows = [row for row in run_ranks(training_runs.train, 2, config.to_dict())[0]["metrics"] if "loss" in row]
+    assert [row["lr"] for row in rows] == pytest.approx([4e-3 * share for share in RATES[name]], rel=1e-6, abs=1e-12)
+    losses = [row["loss"] for row in rows]
+    assert sum(losses[-3:]) < 0.9 * sum(losses[:3]), losses

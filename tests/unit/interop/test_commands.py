@@ -1,0 +1,78 @@
+"""The import commands as a person types them, and the page that shows them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from fsdp_trainer import cli
+from fsdp_trainer.config import Config
+from fsdp_trainer.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[3]
+INPUTS = ROOT / "tests" / "inputs"
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(cli.app, list(words))
+
+
+def test_the_commands_of_the_page_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "from_deepspeed.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```(\w+)\n(.*?)```", page, flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    (text,) = (block for kind, block in blocks if kind == "json")
+    Path("ds_config.json").write_text(text)
+    commands = [line for kind, block in blocks if kind == "bash" for line in block.splitlines()]
+    assert len(commands) == 2
+    for command in commands:
+        program, *words = shlex.split(command)
+        result = run(*words)
+        assert program == "fsdp-trainer" and result.exit_code == 0, result.output
+        assert "mapped:" in result.output and "written to" in result.output
+    config = Config.load(Path("named") / "run.yaml")
+    assert config.model.path == "Qwen/Qwen2.5-7B"
+    assert (config.sharding.zero_stage, config.sharding.offload) == (2, "optimizer")
+    assert config.check_world(8) == 4
+
+
+def test_exit_codes_and_what_is_written(tmp_path: Path) -> None:
+    words = ["import-deepspeed", str(INPUTS / "deepspeed" / "ds04_zero3_nvme_param_and_optimizer.json")]
+    words += ["--world-size", "8", "--out", str(tmp_path / "out")]
+    result = run(*words)
+    assert isinstance(result.exception, ConfigError) and result.exception.exit_code == 2
+    assert "refused:" in result.output and "10:7" in result.output
+    assert not (tmp_path / "out").exists()
+    result = run(*words, "--allow-differences", "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.output)["counts"]["refused"] == 2
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "accelerate.yaml",
+        "report.json",
+        "report.md",
+        "run.yaml",
+    ]
+    again = run(*words, "--allow-differences")
+    assert isinstance(again.exception, ConfigError) and "written over" in str(again.exception)
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--optim.lrr=1"], "did you mean optim.lr?"),
+        (["--world-sise=2"], "did you mean --world-size?"),
+        (["--optim.lr=-1"], "optim.lr"),
+    ],
+)
+def test_wrong_words(words: list[str], part: str, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 8, "bf16": {"enabled": true}}')
+    result = run("import-deepspeed", str(path), "--world-size", "2", "--out", str(tmp_path / "out"), *words)
+    assert isinstance(result.exception, ConfigError)
+    assert part in str(result.exception)
+    assert not (tmp_path / "out").exists()
