@@ -260,6 +260,20 @@ def _verifiable(folder: Path) -> list[Path]:
 
 
 @app.command()
+def profile(
+    gpus: Annotated[
+        str | None,
+        typer.Option(help="Such as 2xRTX4090, 2x8xH100-80GB or 2xCPU; default this machine's.", metavar="GPUS"),
+    ] = None,
+) -> None:
+    """Print an Accelerate profile for GPUs you name, as `accelerate launch --config_file` takes it."""
+    from fsdp_trainer.interop.gpu_profile import format_profile
+    from fsdp_trainer.memory.hardware import detect, parse_gpus
+
+    print(format_profile(parse_gpus(gpus) if gpus is not None else detect()), end="")
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON Schema of the settings file, with the reason and the trade-off of every setting."""
     print(json.dumps(Config.model_json_schema(), indent=2))

@@ -127,7 +127,7 @@ WITHOUT_TORCH = (
 )
 WITHOUT_TORCH += ("cuda_allocator", "run_lock", "data", "data.sources", "data.formats", "data.readers")
 WITHOUT_TORCH += ("memory", "memory.hardware", "memory.machine", "memory.estimate")
-WITHOUT_TORCH += ("memory.simulation", "memory.ledger")
+WITHOUT_TORCH += ("memory.simulation", "memory.ledger", "interop", "interop.gpu_profile")
 WITHOUT_TORCH += ("memory.host", "memory.quick", "memory.simulation_text", "report")
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "bitsandbytes", "torchao"}
 MAY_PRINT = ("cli", "progress", "report", "demo")

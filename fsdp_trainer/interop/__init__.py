@@ -1,0 +1,1 @@
+"""Settings of other programs: read, translated and written. No torch here."""
