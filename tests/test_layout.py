@@ -32,6 +32,8 @@ PARTS = {
     "rank_watch": "training",
     "training_data": "training",
     "preview": "training",
+    "doctor": "training",
+    "self_test": "training",
     "demo": "cli",
     "training": "training",
     "memory.planner": "planner",
