@@ -362,6 +362,39 @@ def _write_import(imported: Import, out: Path, *, words: Sequence[str], allow: b
 
 
 @app.command()
+def profile(
+    gpus: Annotated[
+        str | None,
+        typer.Option(help="Such as 2xRTX4090, 2x8xH100-80GB or 2xCPU; default this machine's.", metavar="GPUS"),
+    ] = None,
+) -> None:
+    """Print an Accelerate profile for GPUs you name, as `accelerate launch --config_file` takes it."""
+    from fsdp_trainer.interop.gpu_profile import format_profile
+    from fsdp_trainer.memory.hardware import detect, parse_gpus
+
+    print(format_profile(parse_gpus(gpus) if gpus is not None else detect()), end="")
+
+
+@app.command()
+def doctor(
+    folder: Annotated[Path, typer.Option(help="Where runs are to be written.", metavar="DIR")] = Path("runs"),
+    self_test: Annotated[
+        bool, typer.Option("--self-test/--no-self-test", help="Try the collectives between two or more ranks.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Say what this machine has, what it means for a run, and what would break one (then the exit code is 1)."""
+    # Imported here: help and errors about settings answer without torch.
+    from fsdp_trainer.doctor import any_broken, examine, to_json
+    from fsdp_trainer.report.findings import format_findings
+
+    findings = examine(folder, self_test=self_test)
+    print(json.dumps(to_json(findings), indent=2) if as_json else format_findings(to_json(findings)["findings"]))
+    if any_broken(findings):
+        raise typer.Exit(1)
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON Schema of the settings file, with the reason and the trade-off of every setting."""
     print(json.dumps(Config.model_json_schema(), indent=2))

@@ -32,6 +32,8 @@ PARTS = {
     "rank_watch": "training",
     "training_data": "training",
     "preview": "training",
+    "doctor": "training",
+    "self_test": "training",
     "demo": "cli",
     "training": "training",
     "memory.planner": "planner",
@@ -140,8 +142,7 @@ WITHOUT_TORCH += ("memory", "memory.hardware", "memory.machine", "memory.estimat
 WITHOUT_TORCH += ("memory.simulation", "memory.ledger", "memory.timing", "memory.rates", "memory.estimate_time")
 WITHOUT_TORCH += ("memory.planning", "memory.calibration")
 WITHOUT_TORCH += ("memory.plan", "memory.planner", "memory.candidates", "memory.candidate_estimates", "memory.remedies")
-WITHOUT_TORCH += ("memory", "memory.hardware", "memory.estimate")
-WITHOUT_TORCH += ("memory.simulation", "memory.ledger", "optim.schedule", "interop")
+WITHOUT_TORCH += ("optim.schedule", "interop", "interop.gpu_profile")
 WITHOUT_TORCH += ("memory.host", "memory.quick", "memory.simulation_text", "report")
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "bitsandbytes", "torchao"}
 MAY_PRINT = ("cli", "cli_plan", "progress", "report", "demo")
