@@ -282,7 +282,7 @@ def test_the_table_of_the_readme_is_what_simulate_says(model: str, row: str, tmp
         "data": {"seq_len": 4096},
         "batch": {"global_batch_size": 4 * int(count), "micro_batch_size": 1},
     }
-    said = run_ranks(simulation_runs.simulate_all, 1, {"it": values}, f"{count}x{gpu}")[0]["it"]["json"]
+    said = run_ranks(simulation_runs.simulate_all, 1, {"it": values}, f"{count}x{gpu}", timeout=300)[0]["it"]["json"]
     assert said["min_capacity_gib"] == pytest.approx(float(needs), abs=0.06)
     assert said["limit"] == pytest.approx(float(has), abs=0.06)
     assert said["fits"] == (fits == "yes")
