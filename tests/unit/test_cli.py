@@ -81,6 +81,8 @@ def test_only_commands_that_exist_are_listed() -> None:
         "import-deepspeed",
         "import-accelerate",
         "import-trainer",
+        "profile",
+        "doctor",
         "schema",
     }
 
