@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.config import Config
-from fsdp_trainer.config_checks import check_world_problems, find_conflicts
+from fsdp_trainer.config_checks import find_conflicts
+from fsdp_trainer.config_world_checks import check_world_problems
 
 PAGE = Path(__file__).with_name("combinations.md")
 RANKS = 4

@@ -13,7 +13,7 @@ from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, ValidationEr
 from ruamel.yaml import YAML
 from typing_extensions import Self
 
-from fsdp_trainer.config_checks import check_world_problems, find_conflicts
+from fsdp_trainer.config_checks import find_conflicts
 from fsdp_trainer.config_origins import Origins
 from fsdp_trainer.config_reading import (
     Overrides,
@@ -45,6 +45,7 @@ from fsdp_trainer.config_sections import (
     TrainConfig,
 )
 from fsdp_trainer.config_types import Section, Text
+from fsdp_trainer.config_world_checks import check_world_problems
 
 __all__ = [
     "COLUMNS",

@@ -58,13 +58,14 @@ def is_changed(config: "Config", path: str) -> bool:
     return getattr(model, name) != type(model).model_fields[name].default
 
 
-def _show(config: "Config", *paths: str) -> str:
+def show_settings(config: "Config", *paths: str) -> str:
+    """Return the settings by their dotted names, as a message shows them."""
     return ", ".join(f"{path}: {format_value(setting(config, path))}" for path in paths)
 
 
 def _no_effect(config: "Config", path: str, *, because: str, fix: str, others: tuple[str, ...]) -> Iterator[Problem]:
     if is_changed(config, path):
-        yield Problem(f"{path} has no effect {because}", _show(config, path, *others), fix, (path, *others))
+        yield Problem(f"{path} has no effect {because}", show_settings(config, path, *others), fix, (path, *others))
 
 
 # Settings of the contract whose technique is not there yet: name, which values, what to set until then.
@@ -85,7 +86,9 @@ def _later(config: "Config") -> Iterator[Problem]:
     for path, is_later, instead in _LATER:
         if is_later(setting(config, path)):
             shown = format_value(setting(config, path))
-            yield Problem(f"{path}: {shown} comes later", _show(config, path), f"until then set {instead}", (path,))
+            yield Problem(
+                f"{path}: {shown} comes later", show_settings(config, path), f"until then set {instead}", (path,)
+            )
 
 
 def _sharding(config: "Config") -> Iterator[Problem]:
@@ -96,14 +99,14 @@ def _sharding(config: "Config") -> Iterator[Problem]:
         if is_used and sharding.zero_stage != 3:
             yield Problem(
                 f"{path} needs stage 3",
-                _show(config, path, "sharding.zero_stage"),
+                show_settings(config, path, "sharding.zero_stage"),
                 f"set sharding.zero_stage: 3, or leave out {path}",
                 (path, "sharding.zero_stage"),
             )
     if sharding.offload == "params" and sharding.zero_stage == 0:
         yield Problem(
             "offloading parameters needs sharding: at stage 0 every rank would keep the whole model in host memory",
-            _show(config, "sharding.offload", "sharding.zero_stage"),
+            show_settings(config, "sharding.offload", "sharding.zero_stage"),
             "set sharding.zero_stage: 3 (or 1 or 2), or sharding.offload: none",
             ("sharding.offload", "sharding.zero_stage"),
         )
@@ -121,7 +124,7 @@ def _precision(config: "Config") -> Iterator[Problem]:
     if config.sharding.reduce_dtype == "fp16" and config.precision != "fp16":
         yield Problem(
             "gradients summed in fp16 overflow without the gradient scaler that only precision fp16 has",
-            _show(config, "sharding.reduce_dtype", "precision"),
+            show_settings(config, "sharding.reduce_dtype", "precision"),
             "set sharding.reduce_dtype: bf16 or null, or precision: fp16",
             ("sharding.reduce_dtype", "precision"),
         )
@@ -131,7 +134,7 @@ def _precision(config: "Config") -> Iterator[Problem]:
             if setting(config, path) == value:
                 yield Problem(
                     f"{path}: {value} skips steps, which only optim.implementation: fused can do",
-                    _show(config, path, "optim.implementation"),
+                    show_settings(config, path, "optim.implementation"),
                     "set optim.implementation: fused",
                     (path, "optim.implementation"),
                 )
@@ -171,7 +174,7 @@ def _optim(config: "Config") -> Iterator[Problem]:
     if config.optim.name == "paged_adamw_8bit" and config.sharding.offload != "none":
         yield Problem(
             "paged moments would be on the host already, where an offloaded step keeps them",
-            _show(config, "optim.name", "sharding.offload"),
+            show_settings(config, "optim.name", "sharding.offload"),
             "set optim.name: adamw_8bit, or sharding.offload: none",
             ("optim.name", "sharding.offload"),
         )
@@ -221,7 +224,7 @@ def _schedule(config: "Config") -> Iterator[Problem]:
     if config.schedule.warmup_shape == "log" and config.schedule.convention != "deepspeed":
         yield Problem(
             "a logarithmic warm-up is DeepSpeed's",
-            _show(config, "schedule.warmup_shape", "schedule.convention"),
+            show_settings(config, "schedule.warmup_shape", "schedule.convention"),
             "set schedule.convention: deepspeed, or schedule.warmup_shape: linear",
             ("schedule.warmup_shape", "schedule.convention"),
         )
@@ -238,7 +241,7 @@ def _schedule(config: "Config") -> Iterator[Problem]:
     if max_steps is not None and warmup_steps is not None and warmup_steps > max_steps:
         yield Problem(
             "warm-up is longer than the run: the learning rate would never be reached",
-            _show(config, "schedule.warmup_steps", "train.max_steps"),
+            show_settings(config, "schedule.warmup_steps", "train.max_steps"),
             f"set schedule.warmup_steps to at most {max_steps}",
             ("schedule.warmup_steps", "train.max_steps"),
         )
@@ -256,7 +259,7 @@ def _data(config: "Config") -> Iterator[Problem]:
     if not config.data.packing and config.data.on_too_long == "split":
         yield Problem(
             "splitting long records needs packing",
-            _show(config, "data.on_too_long", "data.packing"),
+            show_settings(config, "data.on_too_long", "data.packing"),
             "set data.packing: true, or data.on_too_long: truncate",
             ("data.on_too_long", "data.packing"),
         )
@@ -276,21 +279,21 @@ def _sources(config: "Config") -> Iterator[Problem]:
     if None in weights and any(weights):
         yield Problem(
             "some sources of data.train have a weight and some have none",
-            _show(config, "data.train"),
+            show_settings(config, "data.train"),
             "give each source a weight, or none",
             ("data.train",),
         )
     if len(weights) == 1 and any(weights):
         yield Problem(
             "a weight has no effect on a single source",
-            _show(config, "data.train"),
+            show_settings(config, "data.train"),
             "leave it out, or mix the source with another",
             ("data.train",),
         )
     if any(getattr(entry, "weight", None) for entry in _entries(config.data.eval)):
         yield Problem(
             "evaluation takes every row once, so weights have no effect on data.eval",
-            _show(config, "data.eval"),
+            show_settings(config, "data.eval"),
             "leave the weights out",
             ("data.eval",),
         )
@@ -299,7 +302,7 @@ def _sources(config: "Config") -> Iterator[Problem]:
             near = difflib.get_close_matches(name, COLUMNS, n=1)
             yield Problem(
                 f"data.columns gives a column the name {name!r}, which no format has",
-                _show(config, "data.columns"),
+                show_settings(config, "data.columns"),
                 f"did you mean {near[0]}?" if near else f"the left side is one of {', '.join(COLUMNS)}",
                 ("data.columns",),
             )
@@ -322,14 +325,14 @@ def _streaming(config: "Config") -> Iterator[Problem]:
     if config.train.max_steps is None:
         yield Problem(
             "a stream has no known end, so the number of steps must be said",
-            _show(config, "data.streaming", "train.max_steps"),
+            show_settings(config, "data.streaming", "train.max_steps"),
             "set train.max_steps",
             ("data.streaming", "train.max_steps"),
         )
     if isinstance(config.data.eval, float):
         yield Problem(
             "a share cannot be held out of a stream: it is taken from all records at once",
-            _show(config, "data.eval", "data.streaming"),
+            show_settings(config, "data.eval", "data.streaming"),
             "name a file of its own in data.eval, or set data.streaming: false",
             ("data.eval", "data.streaming"),
         )
@@ -354,7 +357,7 @@ def _evaluation(config: "Config") -> Iterator[Problem]:
     elif config.eval.every_steps is None and not config.eval.at_end:
         yield Problem(
             "data.eval has no effect: nothing says when to evaluate",
-            _show(config, "data.eval", "eval.every_steps", "eval.at_end"),
+            show_settings(config, "data.eval", "eval.every_steps", "eval.at_end"),
             "set eval.at_end: true or eval.every_steps, or leave out data.eval",
             ("data.eval", "eval.every_steps", "eval.at_end"),
         )
@@ -377,7 +380,7 @@ def _folders(config: "Config") -> Iterator[Problem]:
         if parent.is_file():
             yield Problem(
                 "output_dir is not a folder",
-                f"{_show(config, 'output_dir')}, and {parent} is a file",
+                f"{show_settings(config, 'output_dir')}, and {parent} is a file",
                 "set output_dir to a folder, which is made when it does not exist",
                 ("output_dir",),
             )
@@ -385,7 +388,7 @@ def _folders(config: "Config") -> Iterator[Problem]:
     if template is not None and not Path(template).is_file():
         yield Problem(
             "data.chat_template is not a file",
-            _show(config, "data.chat_template"),
+            show_settings(config, "data.chat_template"),
             "give the path of a file with the Jinja template, or leave it out for the tokenizer's own",
             ("data.chat_template",),
         )
@@ -436,70 +439,4 @@ def check_learned_positions(seq_len: int, *, limit: int) -> None:
             "Rows would be longer than the model's table of positions.",
             values=f"data.seq_len: {seq_len}, max_position_embeddings {limit}",
             fix=f"set data.seq_len to at most {limit}",
-        )
-
-
-def check_world_problems(config: "Config", world_size: int) -> list[Problem]:
-    """Return what is wrong with the settings on this number of ranks."""
-    checks = (_groups, _accumulation, _whole_copies, _paged)
-    return [problem for check in checks for problem in check(config, world_size)]
-
-
-def _groups(config: "Config", world_size: int) -> Iterator[Problem]:
-    replicate, group = config.sharding.replicate, config.sharding.reshard_after_forward
-    if replicate > 1 and (world_size % replicate or world_size == replicate):
-        reason = "does not divide the number of ranks" if world_size % replicate else "leaves nothing to shard"
-        copies = [n for n in range(2, world_size) if world_size % n == 0]
-        is_whole = world_size == replicate and config.sharding.offload == "none"  # stage 0 cannot be offloaded
-        fix = f"set sharding.replicate to one of {copies}" if copies else "leave out sharding.replicate"
-        yield Problem(
-            f"sharding.replicate {reason}",
-            f"{format_number(world_size, 'rank')} / {replicate} copies = {world_size / replicate:g} ranks a copy",
-            fix + (", or sharding.zero_stage: 0 for whole copies" if is_whole else ""),
-            ("sharding.replicate",),
-        )
-        return
-    shard = world_size // replicate
-    if group is not None and (shard % group or group >= shard):
-        groups = [n for n in range(2, shard) if shard % n == 0]
-        fix = f"set it to one of {groups}, or leave it out" if groups else "leave it out"
-        yield Problem(
-            "sharding.reshard_after_forward must be a divisor of the ranks that shard a copy, and smaller",
-            f"{shard} of {format_number(world_size, 'rank')} hold a copy, groups of {group}",
-            fix,
-            ("sharding.reshard_after_forward", "sharding.replicate"),
-        )
-
-
-def _accumulation(config: "Config", world_size: int) -> Iterator[Problem]:
-    size, micro = config.batch.global_batch_size, config.batch.micro_batch_size
-    rows = micro * world_size
-    if size % rows:
-        lower, upper = size // rows * rows, -(-size // rows) * rows
-        near = f"{lower} or {upper}" if lower else f"{upper}"
-        yield Problem(
-            "batch.global_batch_size is not micro_batch_size x accumulation x ranks for any whole accumulation",
-            f"{size} = {micro} x accumulation x {world_size} gives accumulation = {size / rows:g}",
-            f"set batch.global_batch_size: {near}, or change batch.micro_batch_size or the number of processes",
-            ("batch.global_batch_size", "batch.micro_batch_size"),
-        )
-
-
-def _whole_copies(config: "Config", world_size: int) -> Iterator[Problem]:
-    if config.sharding.offload == "optimizer" and config.sharding.zero_stage == 0 and world_size > 1:
-        yield Problem(
-            "offloading the optimizer at stage 0 would keep a whole copy of it in host memory for every rank",
-            f"{_show(config, 'sharding.offload', 'sharding.zero_stage')}, {format_number(world_size, 'rank')}",
-            "set sharding.zero_stage: 3 (or 1 or 2), or sharding.offload: none",
-            ("sharding.offload", "sharding.zero_stage"),
-        )
-
-
-def _paged(config: "Config", world_size: int) -> Iterator[Problem]:
-    if config.optim.name == "paged_adamw_8bit" and config.sharding.zero_stage > 0 and world_size > 1:
-        yield Problem(
-            "paged moments are for a process that owns whole parameters, and here several own shards of each",
-            f"{_show(config, 'optim.name', 'sharding.zero_stage')}, {format_number(world_size, 'rank')}",
-            "set optim.name: adamw_8bit, of which each rank holds its share, or sharding.zero_stage: 0",
-            ("optim.name", "sharding.zero_stage"),
         )

@@ -95,6 +95,7 @@ PARTS = {
     "checkpoint": "techniques",
     "export": "techniques",
     "config": "config",
+    "config_world_checks": "config",
     "resume_rules": "config",
     "run_folder": "base",
     "run_lock": "base",

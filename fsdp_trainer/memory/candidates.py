@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from fsdp_trainer.config import Config
-from fsdp_trainer.config_checks import check_world_problems, find_conflicts, setting
+from fsdp_trainer.config_checks import find_conflicts, setting
+from fsdp_trainer.config_world_checks import check_world_problems
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.memory.hardware import Hardware
 
