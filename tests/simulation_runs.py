@@ -146,3 +146,45 @@ def keys(cases: dict[str, tuple[Any, str]]) -> dict[str, str]:
     from fsdp_trainer.memory.simulation_cache import content_key
 
     return {n: content_key(Config.from_dict(s), parse_gpus(gpus), True) for n, (s, gpus) in cases.items()}
+
+
+def time_both(cases: dict[str, tuple[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return a step's time as traced and in closed form, the FLOPs of both, and an update's bytes a parameter."""
+    from dataclasses import asdict
+
+    from fsdp_trainer import Config
+    from fsdp_trainer.memory.estimate_model import count_parameters, read_model_shape
+    from fsdp_trainer.memory.estimate_time import estimate_step_time
+    from fsdp_trainer.memory.estimate_work import layer_backward, layer_forward, layer_recomputed, loss_forward
+    from fsdp_trainer.memory.hardware import parse_gpus
+    from fsdp_trainer.memory.quick import step_settings
+    from fsdp_trainer.memory.rates import Stretch
+    from fsdp_trainer.memory.traced_run import trace_run
+    from fsdp_trainer.memory.traced_time import time_traced
+
+    def whole(parts: Any) -> Stretch:
+        total = Stretch()
+        for part in parts:
+            total = total.add(part) if isinstance(part, Stretch) else total
+        return total
+
+    found = {}
+    for name, (gpus, values) in cases.items():
+        config, hardware = Config.from_dict(values), parse_gpus(gpus)
+        work = trace_run(config, world_size=hardware.count, compute_capability=hardware.capability).work
+        shape = read_model_shape(config.model.path)
+        step = step_settings(config, shape, ranks=hardware.count, capability=hardware.capability)
+        assert work is not None
+        traced, closed = time_traced(work, hardware), estimate_step_time(shape, step, hardware)
+        assert traced is not None and closed is not None
+        parts = [layer_forward, layer_backward, layer_recomputed]
+        flops = sum(part(shape, step, index=index).flops for part in parts for index in range(shape.layers))
+        forward, backward, _ = work.micro_batches[0]
+        found[name] = {
+            "traced": asdict(traced),
+            "closed": asdict(closed),
+            "traced_flops": whole(forward).flops + whole(backward).flops,
+            "closed_flops": flops + loss_forward(shape, step).flops,
+            "update_bytes": whole(work.update).moved * step.shards / count_parameters(shape),
+        }
+    return found

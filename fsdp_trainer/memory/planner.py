@@ -251,7 +251,8 @@ def _from_simulation(judged: Judged, simulation: Simulation, closed: ClosedForm,
 def _from_closed_form(judged: Judged, closed: ClosedForm, question: _Question) -> Candidate:
     prediction = simulate_quick(judged.config, question.hardware, shape=closed.shape)
     needed = judged.allocated if judged.fits is not True else 0.0
-    return _candidate(judged, prediction, question, closed, needed=needed, host=judged.host, fits=judged.fits)
+    host = judged.host * closed.host_factor
+    return _candidate(judged, prediction, question, closed, needed=needed, host=host, fits=judged.fits)
 
 
 def _candidate(

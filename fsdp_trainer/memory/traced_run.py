@@ -33,7 +33,6 @@ from fsdp_trainer.run import Run, build_run
 from fsdp_trainer.simulated import DEVICE, simulated_runtime
 from fsdp_trainer.step import eval_step, train_step
 
-STEPS = 2  # the optimizer's state exists from the second on
 # First, middle and last differ (what is gathered, summed and kept); further ones in the middle hold what one holds.
 MOST_MICRO_BATCHES = 3
 
@@ -83,7 +82,7 @@ def trace_run(
             trace.mark(run.model.buffers(), "buffers")
             _mark_as_they_come(run, trace)
             with runtime.tensors():
-                windows = [_on_fakes(w) for w in windows] if windows else [full_window(config, world_size)] * STEPS
+                windows = [_on_fakes(w) for w in windows] if windows else made_windows(config, world_size)
                 trace.mark((tensor for window in windows for tensor in tensors_of(window)), "buffers")
                 for step, window in enumerate(windows):
                     train_step(run, window, learning_rate=config.optim.lr, optimizer_step=step)
@@ -120,6 +119,16 @@ def _kernels_of(compute_capability: float | None) -> Iterator[None]:
     keep_operations_fused()
     with cuda_attention(compute_capability):
         yield
+
+
+def made_windows(config: Config, world_size: int) -> list[Window]:
+    """Make the windows of two steps: the optimizer's state exists from the second on, which is the one that counts.
+
+    The first has one micro-batch, enough for gradients: further ones hold no more than the second step's, which has
+    the state beside them, and a third of the time is saved where a window has many.
+    """
+    full = full_window(config, world_size)
+    return [replace(full, micro_batches=full.micro_batches[:1]), full]
 
 
 def full_window(config: Config, world_size: int) -> Window:

@@ -6,6 +6,7 @@ The models have the layers of large ones, and few of them: a layer of the sizes 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from fsdp_trainer.config import Config
+from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.memory.candidate_estimates import Limits
 from fsdp_trainer.memory.candidates import SEARCHED, enumerate_candidates
 from fsdp_trainer.memory.hardware import Hardware, parse_gpus
@@ -55,29 +57,34 @@ class Space:
             path.mkdir()
             values = json.loads((MODELS / f"{self.model}.json").read_text(encoding="utf-8"))
             (path / "config.json").write_text(json.dumps(values | {"num_hidden_layers": self.layers}), encoding="utf-8")
-        rows = {"data.seq_len": 2048, "batch.global_batch_size": 16}
+        rows = {"data.seq_len": 2048, "batch.global_batch_size": 4}
         return Config.from_dict({"model": {"path": str(path)}, **rows, **self.settings})
 
 
 NONE = {"activation_checkpointing.mode": "none"}
 SPACES = {
-    "rows": Space("llama-3.2-1b", "2xRTX4090", 9.0, ROWS, NONE),
-    "stages": Space("llama-3.2-1b", "2xRTX4090", 9.5, ROWS | STAGE, {"batch.global_batch_size": 8}),
-    "stages over links": Space("qwen2.5-1.5b", "4xA100-80GB", 9.0, STAGE, {"batch.global_batch_size": 16}),
-    "checkpointing": Space("llama-3.1-8b", "2xA100-80GB", 27.1, CHECKPOINTING, {"batch.micro_batch_size": 4}, layers=4),
-    "checkpointing and rows": Space(
-        "qwen3-0.6b", "1xRTX4090", 4.85, CHECKPOINTING | ROWS, {"batch.global_batch_size": 2}
+    "rows": Space("llama-3.2-1b", "2xRTX4090", 9.0, ROWS, NONE | {"batch.global_batch_size": 16}),
+    "stages": Space("llama-3.2-1b", "2xRTX4090", 9.5, STAGE),
+    "stages over links": Space("qwen2.5-1.5b", "4xA100-80GB", 9.0, STAGE, {"batch.global_batch_size": 8}),
+    "checkpointing": Space(
+        "llama-3.1-8b",
+        "2xA100-80GB",
+        27.1,
+        CHECKPOINTING,
+        {"batch.micro_batch_size": 4, "batch.global_batch_size": 8},
+        layers=3,
     ),
+    "mode and rows": Space("qwen3-0.6b", "1xRTX4090", 4.85, {"activation_checkpointing.mode"} | ROWS),
     "offload": Space("llama-3.1-8b", "2xRTX4090", 13.5, OFFLOAD, {"batch.micro_batch_size": 2}),
-    "offload and rows": Space("llama-3.2-3b", "1xRTX4090", 8.0, OFFLOAD | ROWS, {"batch.global_batch_size": 4}),
+    "offload and rows": Space("llama-3.2-3b", "1xRTX4090", 8.0, {"sharding.offload"} | ROWS),
     "quality": Space("llama-3.1-8b", "2xRTX4090", 15.5, QUALITY),
-    "speed": Space("llama-3.2-3b", "2xRTX4090", 8.7, QUALITY | ROWS, {"batch.global_batch_size": 4}, prefer="speed"),
+    "speed": Space("llama-3.2-3b", "2xRTX4090", 8.7, QUALITY, {"batch.micro_batch_size": 2}, prefer="speed"),
     "two machines": Space(
         "llama-3.2-1b",
         "2x2xA100-40GB",
         9.0,
         {*STAGE, "sharding.replicate", "sharding.reshard_after_forward"},
-        {"batch.global_batch_size": 16},
+        {"batch.global_batch_size": 8},
     ),
 }
 
@@ -97,13 +104,15 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
 
 
 @pytest.mark.parametrize("name", SPACES)
-def test_no_combination_beats_the_plan(name: str, folder: Path, ask: Ask) -> None:
+def test_no_combination_beats_the_plan(name: str, folder: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     space = SPACES[name]
     config, hardware = space.config(folder), space.hardware
     limits = Limits.of(hardware, None)
     every = [Config.from_dict(made.to_dict()) for made in enumerate_candidates(config, hardware, fixed=space.fixed)]
     answers = ask(every, hardware)
     assert all(isinstance(answer, Simulation) for answer in answers), answers
+    # All of it is in the cache, so a plan needs no process and no torch.
+    monkeypatch.setattr(sys, "executable", "/nonexistent")
     found = plan(config, hardware, fixed=space.fixed, prefer=space.prefer)
     chosen = found.chosen
     assert chosen is not None and chosen.source == "simulation"
@@ -134,3 +143,10 @@ def place(config: Config) -> int:
 def needed_seconds(candidate: Candidate) -> float:
     assert candidate.step_seconds is not None
     return candidate.step_seconds
+
+
+def test_what_is_refused_comes_back_as_its_error(folder: Path, ask: Ask) -> None:
+    config = SPACES["rows"].config(folder)
+    refused, found = ask([config, Config.from_dict(config.to_dict() | {"precision": "fp16"})], parse_gpus("2xT4"))
+    assert isinstance(refused, ConfigError) and "bf16" in str(refused)
+    assert isinstance(found, Simulation)
