@@ -111,6 +111,12 @@ class Plan:
             "calibration": dict(self.calibration),
         }
 
+    def __str__(self) -> str:
+        """Return the table and what it means, in lines of 80 characters; the ledger comes with the command."""
+        from fsdp_trainer.report.plan_text import format_plan
+
+        return format_plan(self.to_json()).plain
+
     def _repr_html_(self) -> str:
         """Show the plan in a notebook."""
         from fsdp_trainer.report.plan_html import format_plan_html

@@ -86,8 +86,8 @@ def test_the_same_question_again_is_answered_from_the_cache(written: list[str], 
     words = ["plan", "--config", question.name, "--gpus", "2xCPU", "--write", "out"]
     before = {path.name: path.read_bytes() for path in (folder / "out").iterdir()}
     code = (
-        f"import sys; from fsdp_trainer import cli\ntry: cli.main({words})\nexcept SystemExit as end: assert not end.code\n"
-        "assert 'torch' not in sys.modules"
+        f"import sys; from fsdp_trainer import cli\ntry: cli.main({words})\n"
+        "except SystemExit as end: assert not end.code\nassert 'torch' not in sys.modules"
     )
     ended = run_command([sys.executable, "-c", code], cwd=folder)
     assert ended.returncode == 0

@@ -104,6 +104,13 @@ def test_rows_beyond_the_top_are_counted(plan: Plan) -> None:
     assert "every 2" not in text.split("and 2 more")[0]
 
 
+def test_a_printed_plan_is_its_table(plan: Plan) -> None:
+    text = str(plan)
+    assert "one step down, #2" in text
+    assert f"{plan.candidates[0].prediction['allocated_gib']:.2f}" in text
+    assert len(text) < 3000
+
+
 def test_summary_is_one_line(plan: Plan) -> None:
     text = summarize(plan.to_json())
     assert "\n" not in text
