@@ -61,7 +61,7 @@ def test_closed_form_follows_the_traced_step(times: dict[str, dict[str, Any]], n
     traced, closed = times[name]["traced"], times[name]["closed"]
     assert sum(closed[part] for part in PARTS) == pytest.approx(sum(traced[part] for part in PARTS), rel=0.06)
     for part in PARTS:
-        assert closed[part] == pytest.approx(traced[part], abs=0.06 * sum(traced[part] for part in PARTS)), part
+        assert closed[part] == pytest.approx(traced[part], abs=0.08 * sum(traced[part] for part in PARTS)), part
 
 
 PARTS = ("compute", "exposed_communication", "exposed_transfer", "optimizer", "exposed_data")

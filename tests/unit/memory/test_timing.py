@@ -42,7 +42,7 @@ def test_a_forward_hides_all_gathers_but_the_first() -> None:
     assert run_streams(slow * 4) == 4 * 3.0 + 2.0  # the links are never idle
 
 
-def test_a_backward_gathers_one_unit_ahead_and_waits_for_the_reduction_before_the_last() -> None:
+def test_a_backward_gathers_one_unit_ahead() -> None:
     def backward(gather: float, reduce: float) -> list[Event]:
         events = [Event("gather", gather)]
         for number in range(4):
@@ -54,6 +54,12 @@ def test_a_backward_gathers_one_unit_ahead_and_waits_for_the_reduction_before_th
     assert run_streams(backward(1.0, 2.0)) == 1.0 + 4 * 4.0 + 2.0  # exposed: the first gather, the last reduction
     # Seven a layer on the links: each layer waits for what the one before it sent.
     assert run_streams(backward(1.0, 6.0)) == pytest.approx(4 * 7.0 + 4.0, abs=1.0)
+
+
+def test_a_backward_waits_for_the_reduction_before_the_last() -> None:
+    """Its buffer is freed before the next one is made; else the last two units would run beside the long reductions."""
+    units = [[Event("matrices", 4.0), Event("reduce", seconds)] for seconds in (10.0, 10.0, 0.0, 0.0)]
+    assert run_streams([event for unit in units for event in unit]) == 4.0 + 10.0 + 10.0 + 4.0
 
 
 def test_transfers_run_beside_messages_and_hosts_beside_both() -> None:
