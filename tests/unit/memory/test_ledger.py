@@ -63,3 +63,10 @@ def test_timeline_keeps_the_peak() -> None:
     assert max(sum(kinds.values()) for _, _, kinds in timeline) == ledger.peak[0] == 15100
     assert [event for event, _, _ in timeline] == sorted(event for event, _, _ in timeline)
     assert timeline[-1][2]["parameters"] == 100
+
+
+def test_each_visit_to_a_phase_rises_above_what_it_found() -> None:
+    ledger = make((100, 0, None, {}), (10, 1, 2, {}), (3, 3, 3, {}), (5, 3, None, {}), (7, 4, 4, {}))
+    assert ledger.rises("forward") == [10, 8]
+    assert ledger.rises("step") == [7]
+    assert ledger.rises("save") == []
