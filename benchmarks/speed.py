@@ -89,7 +89,7 @@ def read_data() -> dict[str, Any]:
 def _shape(words: Mapping[str, Any], shapes: Mapping[str, Any]) -> ModelShape:
     if "model" in words:
         return read_model_shape(HERE / "models" / f"{words['model']}.json")
-    mpt = {"model_type": "gpt2", "vocab_size": 50368, "n_positions": words["seq_len"]}
+    mpt = {"model_type": "gpt2", "activation_function": "gelu", "vocab_size": 50368, "n_positions": words["seq_len"]}
     return read_model_shape(mpt | shapes[words["shape"]])
 
 

@@ -27,8 +27,14 @@ NORM_MOVES = {
 NORM_OPERATIONS = {"rms": (7, 16), "gemma": (9, 18), "olmo": (8, 18), "layer": (1, 2), "cohere": (10, 20)}
 # Tensors of the compute dtype that rotary positions move for an element of queries and keys, and operations.
 ROTARY_MOVES, ROTARY_OPERATIONS = (10, 13), (12, 16)
-# The same for an element of the MLP's width, by whether it is gated.
+ROTARY_IN_FP32 = {"cohere": (22, 33)}
+# The same for an element of the MLP's width: by whether it is gated, and for an activation made of many operations.
 MLP_MOVES = {True: (5, 9), False: (2, 3)}
+ACTIVATION_MOVES = {"gelu_new": (18, 28)}
+# Bytes of a score, forward and backward: torch's math form, which works in fp32, and eager attention besides two of the
+# compute dtype.
+MATH_SCORES, EAGER_SCORES = (22, 14), (20, 24)
+SOFTCAP = (15, 13)  # bytes of a score more
 # Adding to the residual stream, and joining gradients that meet there.
 RESIDUAL_MOVES = (6, 12)
 LAYER_OPERATIONS = (14, 40)
@@ -99,7 +105,7 @@ def _add_attention(stretch: Stretch, shape: ModelShape, settings: StepSettings, 
     kind = attention_of(settings, index)
     if kind == "scores" or shape.softcapped:
         rows, batch = settings.seq_len, settings.micro_batch_size * shape.heads
-        size, head = settings.compute_bytes, shape.head_dim
+        size, head = 4 if _in_math(shape, settings) else settings.compute_bytes, shape.head_dim
         for _ in range(2 if backward else 1):
             stretch.matrices[rows, rows, head, size] += batch
             stretch.matrices[rows, head, rows, size] += batch
@@ -117,6 +123,11 @@ def attention_of(settings: StepSettings, index: int) -> Attention:
     return settings.masked_attention if index < settings.masked_layers else settings.attention
 
 
+def _in_math(shape: ModelShape, settings: StepSettings) -> bool:
+    """Whether scores come from torch's math form: where no kernel takes the layer, and it is not eager's own."""
+    return settings.masked_attention != "scores" and not shape.softcapped
+
+
 def _layer_moved(shape: ModelShape, settings: StepSettings, *, index: int, backward: bool) -> float:
     b, rules, side = settings.compute_bytes, shape.rules, int(backward)
     wide, narrow = NORM_MOVES[rules.norm][side]
@@ -126,14 +137,18 @@ def _layer_moved(shape: ModelShape, settings: StepSettings, *, index: int, backw
         widths += shape.query_size + shape.kv_size
     a_token = norm * widths + RESIDUAL_MOVES[side] * b * shape.hidden
     if rules.learned_positions is None:
-        a_token += ROTARY_MOVES[side] * b * (shape.query_size + shape.kv_size)
+        moves = ROTARY_IN_FP32.get(shape.family, ROTARY_MOVES)
+        a_token += moves[side] * b * (shape.query_size + shape.kv_size)
     experts = shape.experts if index >= shape.dense_layers else None
     width = shape.ffn if experts is None else experts.per_token * experts.ffn + experts.shared_ffn
-    a_token += MLP_MOVES[rules.gated][side] * b * width
+    moves = MLP_MOVES[rules.gated] if rules.gated else ACTIVATION_MOVES.get(shape.activation, MLP_MOVES[False])
+    a_token += moves[side] * b * width
     if experts is not None:  # each token is copied to its experts, and their outputs are weighed and added
         a_token += (6 + 6 * backward) * b * experts.per_token * shape.hidden
     if attention_of(settings, index) == "scores" or shape.softcapped:
-        a_token += shape.heads * settings.seq_len * (2 * b + (24 if backward else 20) + 3 * b * shape.softcapped)
+        in_math = _in_math(shape, settings)
+        score = MATH_SCORES[side] if in_math else EAGER_SCORES[side] + 2 * b + SOFTCAP[side] * shape.softcapped
+        a_token += shape.heads * settings.seq_len * score
     return a_token * settings.tokens
 
 
@@ -219,16 +234,22 @@ def update_stretch(shape: ModelShape, settings: StepSettings) -> Stretch:
     rest = count_parameters(shape) / settings.shards - matrices
     of_rest = recipe.optimizer_state if recipe.vector_state is None else recipe.vector_state
     moved = matrices * _update_bytes(recipe, recipe.optimizer_state) + rest * _update_bytes(recipe, of_rest)
+    in_8bit, narrow = recipe.optimizer_state == ADAMW_8BIT_STATE, _kept_in_bf16(recipe, of_rest)
+    # Of each piece and each tensor, for whatever does not go to torch's kernel as it is.
     pieces = (matrices + rest) / STEP_PIECE + 9 * shape.layers
-    return Stretch(moved=moved, operations=25 * pieces if settings.piece_bytes else 10)
+    return Stretch(moved=moved, operations=10 + 8 * pieces * (in_8bit + narrow))
 
 
 def _update_bytes(recipe: Recipe, state: float) -> float:
-    in_8bit, narrow_state = state == ADAMW_8BIT_STATE, state == 4.0
-    narrow = (recipe.weights < 4) + 2 * narrow_state
+    in_8bit, narrow = state == ADAMW_8BIT_STATE, _kept_in_bf16(recipe, state)
     moved = IN_8BIT if in_8bit else FOREACH if recipe.step else FUSED
     moved += narrow * (WIDENING + ROUNDING)
     return moved + (WIDENING if recipe.gradients < 4 and (narrow or in_8bit) else 0.0)
+
+
+def _kept_in_bf16(recipe: Recipe, state: float) -> int:
+    """How many of weight and two averages are rounded stochastically when they are written."""
+    return (recipe.weights < 4) + 2 * (state == 4.0)
 
 
 def count_units(shape: ModelShape) -> tuple[int, list[int], int]:
