@@ -27,9 +27,10 @@ class LiveBytes(TorchDispatchMode):
     def count(self, tensor: torch.Tensor) -> None:
         """Count a tensor's storage if it is new or has changed its size.
 
-        Fakes, on which DTensor finds shapes, have no memory, nor has the wrapper of a collective's result.
+        Fakes, on which DTensor finds shapes, have no memory, nor have meta tensors, with which an export is planned,
+        and the wrapper of a collective's result.
         """
-        if isinstance(tensor, FakeTensor | AsyncCollectiveTensor):
+        if isinstance(tensor, FakeTensor | AsyncCollectiveTensor) or tensor.device.type == "meta":
             return
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor

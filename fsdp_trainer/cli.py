@@ -192,7 +192,8 @@ def simulate(
 
     hardware = parse_gpus(gpus) if gpus is not None else detect()
     settings.check_world(hardware.count)
-    result, text, timeline = (_quick if quick else _simulate)(settings, hardware, classic, picture is not None)
+    with _says_when_stopped("nothing is left behind"):
+        result, text, timeline = (_quick if quick else _simulate)(settings, hardware, classic, picture is not None)
     print(json.dumps(result, indent=2) if as_json else text)
     if picture == "-":
         from fsdp_trainer.report.memory_picture import format_memory

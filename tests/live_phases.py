@@ -6,6 +6,7 @@ It rests on the tracer of the benchmarks, not on the simulator's own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from tests import models, step_runs
@@ -40,10 +41,16 @@ def measure(run_settings: dict[str, Any], steps: Sequence[Sequence[Any]]) -> dic
             self.phase = "load"
             self.peaks: dict[str, int] = {}
             self.sent: list[tuple[torch.Tensor, int]] = []
+            self.copies = run_settings.get("checkpoint", {}).get("async_save", True)
 
         def _resize(self, key: int, size: int) -> None:
             super()._resize(key, size)
             self.note()
+
+        def count(self, tensor: torch.Tensor) -> None:
+            # The plans of writing, which ranks pickle and send each other: of as many kB for any size of model.
+            if self.phase != "save" or tensor.dtype != torch.uint8 or tensor.dim() > 1 or self.copies:
+                super().count(tensor)
 
         def note(self) -> None:
             self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.current)
@@ -98,9 +105,48 @@ def measure(run_settings: dict[str, Any], steps: Sequence[Sequence[Any]]) -> dic
         run.model.train()
         run.sharding.reshard_all()
         gc.collect()
-        live.phase, resting = "save", live.current
-        copy_for_a_save(run)
-    return {**live.peaks, "save": live.peaks["save"] - resting}
+        for phase, part in (
+            ("save", copy_for_a_save if run.config.checkpoint.async_save else save),
+            ("export", gather),
+        ):
+            live.phase, resting = phase, live.current
+            part(run)
+            live.peaks[phase] = live.peaks.get(phase, resting) - resting
+            gc.collect()
+    return live.peaks
+
+
+def save(run: Any) -> None:
+    """Write a checkpoint while training waits."""
+    from fsdp_trainer.checkpoint import save_checkpoint
+    from fsdp_trainer.checkpoint_manifest import Progress
+
+    save_checkpoint(
+        Path(run.config.output_dir),
+        model=run.model,
+        optimizer=run.optimizer,
+        scaler=None,
+        progress=Progress(step=1, optimizer_steps=1),
+        facts={},
+        device=run.runtime.device,
+    )
+
+
+def gather(run: Any) -> None:
+    """Gather and convert, file by file, what an export writes; the writing is not seen."""
+    from fsdp_trainer import export
+
+    weights = export.exported_weights(run.model, run.optimizer)
+    target = export.resolve_dtype(run.config.export.dtype, run.hf_config, run.model)
+    dtypes = export.exported_dtypes(run.model, weights, target)
+    plan = export.plan_files(export.plan_export(run.model, weights, dtypes), max_bytes=export.MAX_FILE_BYTES)
+    for groups in plan.values():
+        kept = [
+            export.gather_weights(weights, group.names, dtypes=dtypes, keep=run.runtime.is_main) for group in groups
+        ]
+        if run.runtime.is_main:
+            export.converted(run.model, kept)
+        del kept
 
 
 def copy_for_a_save(run: Any) -> None:
@@ -158,7 +204,6 @@ def simulated(run_settings: dict[str, Any], steps: Sequence[Sequence[Any]], worl
         for documents in steps
     ]
     device = trace_run(config, world_size=world, compute_capability=None, windows=windows, rank=rank).device
-    before = next(i for i, event in enumerate(device.events) if device.visits[event[2]] == "save")
-    resting = sum(size for _, size, _ in device.events[:before])
-    phases = {**device.phases, "save": device.phases["save"] - resting}
+    saved, exported = device.rises("save")
+    phases = {**device.phases, "save": saved, "export": exported}
     return {"phases": phases, "peak": device.peak[0], "breakdown": device.breakdown(), "events": len(device.events)}

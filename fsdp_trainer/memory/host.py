@@ -4,6 +4,8 @@ Sizes follow this package's own reading and writing (weight_files.py, checkpoint
 closed form and the full simulation give their own sizes to the one rule here. No torch.
 """
 
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,6 +28,26 @@ def pinned_bytes(size: int) -> int:
     pages are registered where they are (torch/distributed/checkpoint/_state_dict_stager.py).
     """
     return 1 << (size - 1).bit_length() if size else 0
+
+
+def copied_ahead(sizes: Iterable[int], *, ahead: int = 10_000_000) -> int:
+    """Return the most bytes that DCP's writer holds of tensors that it copies from a GPU while it writes them.
+
+    It takes them from the smallest to the largest, always `ahead` bytes before the one being written: mostly the two
+    largest (torch 2.14, distributed/checkpoint/filesystem.py, _OverlappingCpuLoader; per_thread_copy_ahead).
+    """
+    waiting, current = deque(sorted(sizes)), deque[int]()
+    in_flight = most = 0
+    while waiting:
+        writing = 0
+        while in_flight >= ahead:
+            writing += current[0]
+            in_flight -= current.popleft()
+        while waiting and in_flight < ahead:
+            in_flight += waiting[0]
+            current.append(waiting.popleft())
+        most = max(most, writing + in_flight)
+    return most
 
 
 @dataclass(frozen=True)
@@ -51,7 +73,7 @@ class ProcessParts:
     process: with everything imported. loading: while weights are read or drawn. masters: offloaded weights as loaded,
     and paged state. resident: the most of offloaded weights, gradients and optimizer state while training, pinned
     blocks as torch rounds them. staged: the copy that a save makes, kept from the first one on where `keeps_staged`.
-    exported: one file.
+    exported: one file, and what a group of its tensors takes in two layouts.
     """
 
     process: int
@@ -115,7 +137,8 @@ def estimate_process(
         loading=loading_bytes(parameters, random_init=random_init),
         masters=masters + paged_bytes,
         resident=paged_bytes if offload == "none" else masters + arriving + state,
-        staged=weights + state if async_save else 4 * shape.vocab * shape.hidden // shards,
+        # The two largest: tables, or their averages.
+        staged=weights + state if async_save else copied_ahead([4 * shape.vocab * shape.hidden // shards] * 2),
         keeps_staged=async_save,
         exported=min(EXPORTED_FILE_BYTES, export_bytes * parameters) if exports else 0,
     )

@@ -84,6 +84,19 @@ class Ledger:
             peaks[self.visits[entered]] = max(peaks[self.visits[entered]], current)
         return {phase: peaks[phase] for phase in PHASES if phase in peaks}
 
+    def rises(self, phase: str) -> list[int]:
+        """Return, for each visit to a phase, the most bytes that were alive in it above those when it began."""
+        found = {visit: 0 for visit, name in enumerate(self.visits) if name == phase}
+        current, began = 0, dict.fromkeys(found, 0)
+        last = -1
+        for _, delta, visit in self.events:
+            if visit != last:
+                began[visit], last = current, visit
+            current += delta
+            if visit in found:
+                found[visit] = max(found[visit], current - began[visit])
+        return list(found.values())
+
     @cached_property
     def peak(self) -> tuple[int, int]:
         """The most bytes ever alive, and the event at which they were."""

@@ -110,6 +110,8 @@ def _first_fit(
     lean = {"batch.micro_batch_size": 1}
     if not {"activation_checkpointing.mode", "activation_checkpointing.every_n"} & fixed:
         lean |= {"activation_checkpointing.mode": "full", "activation_checkpointing.every_n": 1}
+    if least_host:
+        lean["checkpoint.async_save"] = False
     lean = {name: value for name, value in lean.items() if name not in fixed}
     asked = ClosedForm(
         closed.shape,

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +19,9 @@ from fsdp_trainer.memory.hardware import Hardware
 from fsdp_trainer.memory.simulation import Simulation, check_known
 from fsdp_trainer.memory.timing import StepTime
 
+_SIZES = ("allocated", "reserved", "min_capacity", "host", "limit")
+_KEPT = {field.name for field in fields(Simulation)} - {"ledger", "config"}
+_TIMES = {field.name for field in fields(StepTime)}
 _LIBRARIES = ("torch", "transformers", "accelerate")
 # Settings that change neither what is held nor for how long; a path's content is in the model's config.
 _NO_MATTER = ("output_dir", "log", "schedule", "profile", "rehearse")
@@ -38,14 +41,14 @@ def simulate_cached(
     from fsdp_trainer.memory.simulate import simulate  # here only: an answer from the cache needs no torch
 
     made = simulate(config, hardware, expandable_segments=expandable_segments)
-    values = {name: value for name, value in vars(made).items() if name not in ("ledger", "config")}
+    values = {name: getattr(made, name) for name in sorted(_KEPT)}
     values["step_time"] = asdict(made.step_time) if made.step_time else None
     _write(_place(config, hardware, expandable_segments, folder), values)
     return made
 
 
 def find_simulation(
-    config: Config, hardware: Hardware, *, expandable_segments: bool = False, folder: Path | None = None
+    config: Config, hardware: Hardware, *, expandable_segments: bool = True, folder: Path | None = None
 ) -> Simulation | None:
     """Return the simulation that `folder` (default: the user's cache) has, without a ledger; None where it has none."""
     found = _read(_place(config, hardware, expandable_segments, folder))
@@ -116,16 +119,32 @@ def _source_hash() -> str:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
+    """Return what was kept; None, so that it is made anew, where nothing was or it is no simulation."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # not there, or half written by another version: make it anew
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
+    if not isinstance(found, dict) or found.keys() != _KEPT:
+        return None
+    time = found["step_time"]
+    if time is not None and not (isinstance(time, dict) and time.keys() == _TIMES):
+        return None
+    sizes = [found[name] for name in _SIZES]
+    for table in (found["phases"], found["breakdown"]):
+        if not isinstance(table, dict):
+            return None
+        sizes += table.values()
+    return found if all(isinstance(size, int) for size in sizes) else None
 
 
 def _write(path: Path, values: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):  # read-only or full: the answer is there without it
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(values, file)
-        os.replace(name, path)  # readers see all of it or nothing
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(values, file)
+            os.replace(name, path)  # readers see all of it or nothing
+        except BaseException:  # Ctrl-C too
+            os.unlink(name)
+            raise

@@ -5,7 +5,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from fsdp_trainer.conversions import plan_export
 from fsdp_trainer.data.loader import MicroBatch, Window
 from fsdp_trainer.export import (
     MAX_FILE_BYTES,
+    converted,
     exported_dtypes,
     exported_weights,
     gather_weights,
@@ -25,7 +26,7 @@ from fsdp_trainer.export import (
     resolve_dtype,
 )
 from fsdp_trainer.memory.cuda_kernels import cuda_attention, find_overheads, keep_operations_fused
-from fsdp_trainer.memory.host import pinned_bytes
+from fsdp_trainer.memory.host import copied_ahead, pinned_bytes
 from fsdp_trainer.memory.ledger import Ledger
 from fsdp_trainer.memory.trace import MemoryTrace
 from fsdp_trainer.memory.traced_time import StepWork
@@ -41,8 +42,8 @@ MOST_MICRO_BATCHES = 3
 class Trace:
     """What one rank held on the device and the host, and the work of a whole optimizer step (None on CPU).
 
-    `staged` and `exported` are what a save copies to the host (all of it in the background, else a tensor at a time)
-    and the largest file of an export.
+    `staged` and `exported` are the most that a save (all of it in the background, else a few tensors at a time) and an
+    export (a file, and one group of it in both layouts) add on the host.
     """
 
     device: Ledger
@@ -88,8 +89,9 @@ def trace_run(
                     train_step(run, window, learning_rate=config.optim.lr, optimizer_step=step)
                 if config.data.eval is not None:
                     _evaluate(run, windows[-1])
-                staged, exported = _save(run, trace)
+                _save(run, trace)
         device_ledger, host_ledger = trace.ledgers()
+        staged, exported = (host_ledger if on_gpu else device_ledger).rises("save")
         if on_gpu and config.sharding.offload == "params":  # what FSDP2 pins
             host_ledger = host_ledger.rounded(("parameters", "gradients"), pinned_bytes)
         work = None if compute_capability is None else _work_of_step(trace, config, world_size=world_size)
@@ -211,29 +213,40 @@ def _evaluate(run: Run, window: Window) -> None:
     run.sharding.reshard_all()
 
 
-def _save(run: Run, trace: MemoryTrace) -> tuple[int, int]:
+def _save(run: Run, trace: MemoryTrace) -> None:
     """Copy what a checkpoint holds to the host, and gather what the exported folder holds, a file at a time.
 
-    Return the bytes of the copy that is held at once, and of the largest file.
+    Each is a visit of its own to the phase `save`.
     """
     trace.enter("save")
-    config, exported = run.config, [0]
+    config, on_cpu = run.config, run.runtime.device.type == "cpu"
     tensors = training_tensors(run.model, run.optimizer)
     if config.checkpoint.async_save:
         copy = plan_copy(tensors, model=run.model, optimizer=run.optimizer, device=run.runtime.device)
-        staged = sum(local_part(held).nbytes for held in copy.make().values())
+        copy.make()
         copy.release()
         del copy
     else:
-        # Each is written before the next one is copied.
-        staged = max(torch.empty_like(local_part(tensor), device="cpu").nbytes for tensor in tensors.values())
+        _write_from_training(tensors, on_cpu=on_cpu)
+    trace.enter("save")
     if not config.export.at_end:
-        return staged, 0
+        return
     weights = exported_weights(run.model, run.optimizer)
     dtypes = exported_dtypes(run.model, weights, resolve_dtype(config.export.dtype, run.hf_config, run.model))
     files = plan_files(plan_export(run.model, weights, dtypes), max_bytes=MAX_FILE_BYTES)
     for groups in files.values():
         kept = [gather_weights(weights, group.names, dtypes=dtypes, keep=run.runtime.is_main) for group in groups]
-        exported.append(sum(tensor.nbytes for tensors in kept for tensor in tensors.values()))
+        if run.runtime.is_main:
+            converted(run.model, kept)
         del kept
-    return staged, max(exported)
+
+
+def _write_from_training(tensors: Mapping[str, torch.Tensor], *, on_cpu: bool) -> None:
+    """Take what DCP's writer takes of tensors that it writes while training waits (torch 2.14, filesystem.py)."""
+    parts = [local_part(tensor) for tensor in tensors.values()]
+    if not on_cpu:
+        torch.empty(copied_ahead([part.nbytes for part in parts]), dtype=torch.uint8)
+        return
+    for part in parts:  # written where they are, but for those with padding behind them
+        if part.untyped_storage().nbytes() != part.nbytes:
+            part.clone()

@@ -69,7 +69,7 @@ SPACES = {
     "checkpointing": Space(
         "llama-3.1-8b",
         "2xA100-80GB",
-        27.1,
+        20.7,
         CHECKPOINTING,
         {"batch.micro_batch_size": 4, "batch.global_batch_size": 8},
         layers=3,

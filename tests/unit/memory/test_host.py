@@ -17,6 +17,7 @@ from fsdp_trainer.memory.host import (
     LOADING_BYTES,
     WORKER_BYTES,
     HostMemory,
+    copied_ahead,
     estimate_process,
     host_memory,
     pinned_bytes,
@@ -53,6 +54,17 @@ def test_offloaded_state_is_sixteen_bytes_over_all_ranks() -> None:
     staged = on_host(offload="params")
     assert staged.train - offloaded.train == pytest.approx(12 * PARAMETERS, rel=1e-6)
     assert staged.peak == staged.train == staged.save  # the copy is given back before the export
+
+
+def test_a_save_from_the_gpu_holds_what_the_writer_copies_ahead() -> None:
+    """The one being written, and 10 MB of those after it: of two tables both."""
+    assert copied_ahead([]) == 0
+    assert copied_ahead([5 * 10**8, 10**3, 5 * 10**8]) == 10**9 + 10**3
+    assert copied_ahead([4 * 10**6] * 9) == 4 * 10**6 + 12 * 10**6
+    assert copied_ahead([3, 2, 1]) == 6
+    table = 4 * SHAPE.vocab * SHAPE.hidden // 8
+    waiting = on_host(async_save=False)
+    assert waiting.save - waiting.train == 8 * 2 * table
 
 
 def test_pinned_shards_take_the_next_power_of_two() -> None:

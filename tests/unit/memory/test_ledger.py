@@ -76,3 +76,10 @@ def test_outline_is_short_and_keeps_the_peak_of_every_phase() -> None:
         assert 0 not in kinds.values()
         peaks[phase] = max(peaks.get(phase, 0), sum(kinds.values()))
     assert peaks == ledger.phases == {"load": 100, "forward": 15100, "backward": 15100, "step": 109}
+
+
+def test_each_visit_to_a_phase_rises_above_what_it_found() -> None:
+    ledger = make((100, 0, None, {}), (10, 1, 2, {}), (3, 3, 3, {}), (5, 3, None, {}), (7, 4, 4, {}))
+    assert ledger.rises("forward") == [10, 8]
+    assert ledger.rises("step") == [7]
+    assert ledger.rises("save") == []

@@ -56,7 +56,7 @@ def place(found: Plan) -> tuple[int, float]:
     return list(QUALITIES).index(found.chosen.quality), seconds
 
 
-@few
+@settings(few, max_examples=5)
 @given(
     gpus=st.sampled_from(GPUS),
     usable_gib=st.floats(8, 60),
@@ -144,7 +144,6 @@ def test_bf16_that_is_fixed_on_such_a_card_is_refused(model: str) -> None:
         ("8xH100-80GB", None, "masters", "none"),
         ("2xRTX4090", 256, "masters", {"optimizer", "params"}),
         ("2xRTX4090", 64, "pure, 8-bit", {"optimizer", "params"}),
-        ("1xRTX4090", 128, "masters, bf16 averages", {"optimizer", "params"}),
     ],
 )
 def test_plans_of_an_8b_model(gpus: str, host_gib: int | None, quality: str, offload: Any) -> None:
@@ -181,13 +180,13 @@ def test_nothing_fits_and_each_remedy_does(model: str) -> None:
     assert plan(config, halved, fixed=fixed, host_bytes=64 * GIB, quick=True).chosen is None
 
 
-def test_too_little_host_ram_names_how_much_is_enough() -> None:
-    config = Config.from_dict({"model": {"path": str(MODELS / "llama-3.1-8b.json")}})
-    found = plan(config, parse_gpus("1xRTX4090"), host_bytes=16 * GIB, quick=True)
+def test_too_little_host_ram_names_how_much_is_enough(model: str) -> None:
+    config, hardware = make_config(model), shrink("1xRTX4090", 12.0)
+    found = plan(config, hardware, host_bytes=8 * GIB, quick=True, fixed={"optim.name"})
     assert found.chosen is None
     enough = next(remedy for remedy in found.remedies if remedy.startswith("host RAM"))
     gib = int(enough.split()[2])
-    assert plan(config, parse_gpus("1xRTX4090"), host_bytes=gib * GIB, quick=True).chosen is not None
+    assert plan(config, hardware, host_bytes=gib * GIB, quick=True, fixed={"optim.name"}).chosen is not None
 
 
 def test_peaks_without_their_timeline_are_the_same(model: str) -> None:
