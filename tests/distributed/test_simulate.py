@@ -91,7 +91,7 @@ def test_json_has_its_keys_and_states_are_exact(runs: dict[str, Any]) -> None:
 
 
 def test_first_step_spike_of_foreach(runs: dict[str, Any]) -> None:
-    """foreach needs one more copy of its larger group of shards where the states appear, fused none."""
+    """Report 99: foreach needs one more copy of its larger group of shards where the states appear, fused none."""
     fused, foreach = (runs[name]["phases"]["step"] for name in ("base", "foreach"))
     assert fused == pytest.approx(4 * SHARD + WORKSPACES, rel=0.001)
     embedding = 4 * VOCABULARY * HIDDEN // 8  # is not decayed, so it is stepped apart
@@ -111,7 +111,7 @@ def test_97_loading_takes_the_shards_alone(runs: dict[str, Any]) -> None:
 
 
 def test_logits_spike(runs: dict[str, Any]) -> None:
-    """Plain: bf16 and fp32 logits and a gradient of each at once; chunked: one chunk of them."""
+    """Report 100. Plain: bf16 and fp32 logits and a gradient of each at once; chunked: one chunk of them."""
     plain, chunked = (max(runs[name]["phases"].values()) for name in ("plain", "chunked"))
     logits = TOKENS * LARGE["vocab_size"]
     assert runs["plain"]["largest"]["temporaries"] >= 4 * logits
@@ -122,7 +122,7 @@ def test_logits_spike(runs: dict[str, Any]) -> None:
 
 
 def test_reduction_buffer_holds_one_table(runs: dict[str, Any]) -> None:
-    """Untied, embedding and head are units of their own: no buffer for both."""
+    """Report 101: untied, embedding and head are units of their own; no buffer for both."""
     table = 4 * VOCABULARY * HIDDEN
     assert runs["base"]["largest"]["communication_buffers"] == pytest.approx(table, rel=0.01)
     assert runs["tied"]["largest"]["communication_buffers"] == pytest.approx(table, rel=0.01)
