@@ -38,8 +38,8 @@ MOMENTS: dict[str, tuple[str | None, int]] = {
 }
 CASES: tuple[tuple[int, dict[str, Any]], ...] = (
     (2, {"precision": "fp32", "checkpoint": {"async_save": True}}),
-    (2, {"precision": "bf16", "checkpoint": {"async_save": False}}),
-    (1, {"precision": "bf16", "checkpoint": {"async_save": True}}),
+    (2, {"precision": "bf16", "checkpoint": {"async_save": False}, "sharding": {"offload": "optimizer"}}),
+    (1, {"precision": "bf16", "checkpoint": {"async_save": True}, "sharding": {"offload": "optimizer"}}),
     (1, {"precision": "fp32", "checkpoint": {"async_save": False}}),
 )
 
@@ -75,6 +75,7 @@ def tiny(model: str, folder: Path, name: str, sections: dict[str, Any]) -> dict[
         eval={"every_steps": 3, "at_end": True},
         checkpoint={"every_steps": SAVE_EVERY, "keep_latest": 1, "resume": "auto", **sections["checkpoint"]},
         precision=sections["precision"],
+        sharding=sections.get("sharding", {}),
     )
 
 

@@ -390,7 +390,8 @@ def _check_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[set
         raise CheckpointError(
             "The checkpoint does not fit this model and optimizer.",
             values=f"{path}: {'; '.join(wrong[:5])}" + (f"; {len(wrong) - 5} more" if len(wrong) > 5 else ""),
-            fix="resume with the model, the precision and the trained parameters it was saved with",
+            fix="set model.path, model.freeze, precision, optim.name and optim.state_dtype as they were saved, which "
+            "--resume-anyway cannot change; or start afresh in another output_dir",
         )
     return set(stored), elsewhere
 

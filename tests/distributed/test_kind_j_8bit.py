@@ -46,6 +46,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 def test_kind_76_77_the_same_tensors_are_8bit_in_every_layout(
     layout: str, model_folder: Folder, tmp_path: Path
 ) -> None:
+    """Reports 73, 76, 77 and 79: a step is taken on shards of every kind and on the host, and what is a norm, a bias or
+    an embedding has fp32 moments in each."""
     world, sections = LAYOUTS[layout]
     for rank in run_ranks(eight_bit_runs.state_kinds, world, eight_bit(model_folder("llama"), tmp_path, **sections)):
         assert eight_bit_runs.eight_bit_names(rank["kinds"]) == MLP | {"lm_head.weight"}
@@ -55,12 +57,14 @@ def test_kind_76_77_the_same_tensors_are_8bit_in_every_layout(
 
 
 def test_kind_77_a_tied_head_is_an_embedding(model_folder: Folder, tmp_path: Path) -> None:
+    """Report 77: whatever name it goes by."""
     for rank in run_ranks(eight_bit_runs.state_kinds, 2, eight_bit(model_folder("llama_tied"), tmp_path)):
         assert eight_bit_runs.eight_bit_names(rank["kinds"]) == MLP
         assert rank["kinds"]["model.embed_tokens.weight"] == {"exp_avg": "float32", "exp_avg_sq": "float32"}
 
 
 def test_kind_78_prepare_leaves_the_optimizer_as_it_is(model_folder: Folder, tmp_path: Path) -> None:
+    """Report 78: the same object, still with codes; another one would take four times the memory."""
     for rank in run_ranks(eight_bit_runs.state_kinds, 2, eight_bit(model_folder("llama"), tmp_path)):
         assert rank["optimizer"] == "ShardedAdamW"
         assert rank["same"]
@@ -73,6 +77,7 @@ def test_kind_78_prepare_leaves_the_optimizer_as_it_is(model_folder: Folder, tmp
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_kind_74_75_every_ranks_codes_and_scales_come_back(world: int, model_folder: Folder, tmp_path: Path) -> None:
+    """Reports 74 and 75: one rank's half saved for all, or nothing of the others at all."""
     config = eight_bit(model_folder("llama"), tmp_path)
     straight = run_ranks(runs.train_and_save, world, config, 3, 2, True)
     resumed = run_ranks(runs.resume_and_train, world, config, 3)
@@ -88,7 +93,7 @@ def test_kind_74_75_every_ranks_codes_and_scales_come_back(world: int, model_fol
 
 
 def test_kind_74_a_stopped_run_goes_on_as_the_uninterrupted_one(model_folder: Folder, tmp_path: Path) -> None:
-    """Through `finetune`: the same losses and the same exported weights, to the bit."""
+    """Report 74, through `finetune`: the same losses and the same exported weights, to the bit."""
     records, _ = models.make_records(40, seed=0)
     file = models.write_jsonl(records, tmp_path / "train.jsonl")
     found = {}
@@ -124,12 +129,13 @@ def test_kind_74_a_stopped_run_goes_on_as_the_uninterrupted_one(model_folder: Fo
     ids=["paged", "foreach", "bf16_state"],
 )
 def test_kind_79_refused_with_the_reason(sections: dict[str, Any], said: str, tmp_path: Path) -> None:
+    """Report 79: what cannot be combined is said before anything starts."""
     with pytest.raises(ConfigError, match=said):
         Config.from_dict(settings("model", "unused.jsonl", tmp_path, **sections))
 
 
 def test_kind_79_paged_moments_never_become_plain_ones_in_silence(model_folder: Folder, tmp_path: Path) -> None:
-    """On a CPU, where bitsandbytes warns and goes on without."""
+    """Report 79: on a CPU, where bitsandbytes warns and goes on without."""
     run = settings(model_folder("llama"), "unused.jsonl", tmp_path, optim={"name": "paged_adamw_8bit"})
     with pytest.raises(ConfigError, match="paged_adamw_8bit on cpu") as caught:
         run_ranks(eight_bit_runs.state_kinds, 1, run)

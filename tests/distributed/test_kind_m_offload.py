@@ -22,6 +22,23 @@ def test_pinning_that_fails_is_no_error() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine can pin")
     assert pin([torch.ones(3)]) is False
+    (said,) = run_ranks(said_of_pinning, 1, "params")[0]
+    assert "could not be pinned" in said and "memlock" in said
+    assert run_ranks(said_of_pinning, 1, "none")[0] == []
+
+
+def said_of_pinning(offload: str) -> list[str]:
+    """Return the log's lines about offloading on a GPU whose host pins nothing, as here."""
+    from types import SimpleNamespace
+
+    import torch
+
+    from fsdp_trainer import run
+    from fsdp_trainer.config import Config
+
+    config, runtime = Config.load(None, {"sharding.offload": offload}), SimpleNamespace(device=torch.device("cuda"))
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    return list(run._offload_facts(config, runtime, optimizer))  # type: ignore[arg-type]
 
 
 def reduced_gradients(run_settings: dict[str, Any], count: int) -> dict[str, Any]:

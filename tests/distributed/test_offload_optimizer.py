@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests import checkpoint_runs, reference, step_runs, training_runs
+from tests.distributed.test_eight_bit import save_flat_model
 from tests.ranks import run_ranks
 from tests.twenty_steps import allowed_pairs, batch, covered_pairs, frozen_part, name_of, train_all
 
@@ -189,6 +190,17 @@ ALIKE: dict[str, tuple[int, str, dict[str, Any], float]] = {
         {"precision": "bf16", "batch": {"global_batch_size": 8, "micro_batch_size": 2}},
         1e-3,
     ),
+    "one norm alone trains, unclipped": (
+        2,
+        "llama",
+        {
+            "precision": "bf16",
+            "batch": {"global_batch_size": 12, "micro_batch_size": 2},
+            "model": {"freeze": ["model.layers.*", "model.embed_tokens.weight", "lm_head.weight"]},
+            "optim": {"max_grad_norm": None},
+        },
+        1e-3,
+    ),
     "bf16 alone": (1, "llama", {"precision": "bf16", "batch": {"global_batch_size": 8, "micro_batch_size": 2}}, 1e-3),
     "fp16 in pairs": (
         4,
@@ -228,6 +240,45 @@ def test_the_same_numbers_as_without(case: str, model_folder: Folder, tmp_path: 
         assert got[name][1] == pytest.approx(sizes, rel=tolerance)
     compute = {"bf16": "bfloat16", "fp16": "float16", "bf16_pure": "bfloat16"}.get(sections.get("precision"), "float32")
     assert {dtype for dtype, _ in got["host"][2]} == {f"torch.{compute}"}
+
+
+def test_ranks_without_a_row_of_a_tensor(tmp_path: Path) -> None:
+    """Three rows over four ranks: one has nothing to send, to measure or to step."""
+    model = run_ranks(save_flat_model, 1, str(tmp_path / "model"))[0]
+    runs = both(model, tmp_path, batch={"global_batch_size": 12, "micro_batch_size": 1})
+    got = run_ranks(steps, 4, runs, 2)[0]
+    flat = {name: [number for row in outputs for number in row] + sizes for name, (outputs, sizes, _) in got.items()}
+    assert flat["host"] == pytest.approx(flat["none"], rel=1e-6)
+    assert flat["device"] == pytest.approx(flat["none"], rel=1e-6)
+
+
+def moved_at_zero(runs: dict[str, dict[str, Any]]) -> dict[str, bool]:
+    """Take two steps at a learning rate of 0 in each way; tell which changed a weight, a master or its copy."""
+    from fsdp_trainer.optim.masters import trained_weights
+    from fsdp_trainer.step import train_step
+
+    def weights(run: Any) -> list[torch.Tensor]:
+        held = [*trained_weights(run.model, run.optimizer).values(), *run.model.parameters()]
+        return [step_runs.whole(tensor) for tensor in held]
+
+    found = {}
+    for name, settings in runs.items():
+        run = step_runs.build(settings)
+        before, window = weights(run), step_runs.window_of(run, checkpoint_runs.documents())
+        for step in range(2):
+            train_step(run, window, learning_rate=0.0, optimizer_step=step)
+        found[name] = not all(map(torch.equal, before, weights(run)))
+    return found
+
+
+def test_a_learning_rate_of_zero_moves_nothing(model_folder: Folder, tmp_path: Path) -> None:
+    """Where a schedule ends there: no rounding and no decay may."""
+    sections = {"batch": {"global_batch_size": 16, "micro_batch_size": 4}, "optim": {"weight_decay": 0.5}}
+    pure = both(model_folder("llama"), tmp_path, precision="bf16_pure", **sections)
+    sections["optim"] = sections["optim"] | {"name": "adamw_8bit"}
+    eight = both(model_folder("llama"), tmp_path, precision="bf16", **sections)
+    runs = {f"pure {name}": run for name, run in pure.items()} | {f"8bit {name}": run for name, run in eight.items()}
+    assert run_ranks(moved_at_zero, 2, runs)[0] == dict.fromkeys(runs, False)
 
 
 def test_an_overflow_in_fp16_is_skipped(model_folder: Folder, tmp_path: Path) -> None:
@@ -294,6 +345,93 @@ def test_another_number_of_ranks_reads_the_same_tensors(
     resumed = run_ranks(checkpoint_runs.resume_and_train, after, run, 1)
     for rank in resumed:
         assert checkpoint_runs.differing(straight[0]["whole"], rank["whole"]) == []
+
+
+# What may change between two checkpoints, and what cannot
+
+KINDS: dict[str, dict[str, Any]] = {
+    "adamw": {"precision": "bf16"},
+    "bf16 state": {"precision": "bf16", "optim": {"state_dtype": "bf16"}},
+    "pure": {"precision": "bf16_pure"},
+    "8bit": {"precision": "bf16", "optim": {"name": "adamw_8bit"}},
+    "8bit on the host": {"precision": "bf16", "optim": {"name": "adamw_8bit"}, "sharding": OFFLOAD},
+    "pure 8bit on the host": {"precision": "bf16_pure", "optim": {"name": "adamw_8bit"}, "sharding": OFFLOAD},
+    "frozen": {"precision": "bf16", "sharding": OFFLOAD, "model": {"freeze": ["model.layers.0"]}},
+}
+FITS = [
+    ("8bit", "8bit on the host"),
+    ("8bit on the host", "8bit"),
+    ("pure 8bit on the host", "pure 8bit on the host"),
+    ("frozen", "frozen"),
+]
+FITS_NOT = [("adamw", "8bit"), ("8bit on the host", "adamw"), ("adamw", "bf16 state"), ("adamw", "pure")]
+FITS_NOT += [("frozen", "adamw"), ("adamw", "frozen")]
+
+
+def kind_settings(kind: str, model: str, folder: Path, world: int) -> dict[str, Any]:
+    batch = {"global_batch_size": 12, "micro_batch_size": 12 // world}
+    return training_runs.settings(model, "unused.jsonl", folder / kind, batch=batch, **KINDS[kind])
+
+
+def held(run: Any) -> dict[str, torch.Tensor]:
+    from fsdp_trainer.optim.masters import trained_weights
+
+    return {name: step_runs.whole(t) for name, t in trained_weights(run.model, run.optimizer).items()}
+
+
+def save_each(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, torch.Tensor]]:
+    """Take a step in each way and save it; return the weights."""
+    found = {}
+    for kind, settings in runs.items():
+        run = checkpoint_runs.build(settings)
+        checkpoint_runs.take_steps(run, 0, 1)
+        checkpoint_runs.save(run, 1).wait()
+        found[kind] = held(run)
+    return found
+
+
+def load_each(pairs: dict[tuple[str, str], tuple[str, dict[str, Any]]]) -> dict[tuple[str, str], Any]:
+    """Load each checkpoint into a run of other settings: the weights and whether a step went well, or what was said."""
+    from fsdp_trainer.checkpoint_folder import checkpoint_path
+    from fsdp_trainer.errors import CheckpointError
+
+    found: dict[tuple[str, str], Any] = {}
+    for pair, (folder, settings) in pairs.items():
+        run = checkpoint_runs.build({**settings, "model": {**settings["model"], "init": "random"}})
+        try:
+            checkpoint_runs.load(run, checkpoint_path(Path(folder), 1), log=lambda _: None)
+        except CheckpointError as error:
+            found[pair] = str(error)
+            continue
+        found[pair] = held(run)
+        checkpoint_runs.take_steps(run, 1, 2)
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in held(run).values())
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_resume_takes_what_fits_and_nothing_else(
+    world: int, saved_kinds: tuple[Path, dict[str, Any]], model_folder: Folder, tmp_path: Path
+) -> None:
+    """Masters come back to the bit on other ranks and on or off the host; another optimizer's state is refused."""
+    folder, saved = saved_kinds
+    pairs = FITS + (FITS_NOT if world == 2 else [])
+    wanted = {(a, b): (str(folder / a), kind_settings(b, model_folder("llama"), tmp_path, world)) for a, b in pairs}
+    got = run_ranks(load_each, world, wanted, timeout=200)[0]
+    for before, after in FITS:
+        weights = got[before, after]
+        assert isinstance(weights, dict), weights
+        assert all(torch.equal(weights[name], tensor) for name, tensor in saved[before].items())
+    for pair in FITS_NOT if world == 2 else ():
+        assert "does not fit" in got[pair] and "model.freeze, precision, optim.name and optim.state_dtype" in got[pair]
+
+
+@pytest.fixture(scope="module")
+def saved_kinds(model_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Return the folder with a checkpoint of two ranks of each of KINDS, and the weights in it."""
+    folder = tmp_path_factory.mktemp("kinds")
+    runs = {kind: kind_settings(kind, model_folder("llama"), folder, 2) for kind in KINDS}
+    return folder, run_ranks(save_each, 2, runs, timeout=200)[0]
 
 
 def fits_one_card(folder: str) -> dict[str, Any]:
