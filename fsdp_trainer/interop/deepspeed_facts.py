@@ -51,7 +51,8 @@ class Facts:
         if schedule == "WarmupDecayLR":  # WarmupLR takes the optimizer's where it says nothing, this one does not
             return self.get("scheduler.params.warmup_max_lr", default=1e-3)
         over = ("scheduler.params.warmup_max_lr",) if schedule == "WarmupLR" else ()
-        found = self.get(*over, "optimizer.params.lr")
+        made = ("optimizer.params.lr",) if "optimizer.type" in self.values else ()
+        found = self.get(*over, *made)
         return 1e-3 if found is None and "optimizer.type" in self.values else found
 
 

@@ -37,6 +37,17 @@ def _other_optimizer(value: Any, facts: Facts) -> Outcome:
     return not_needed(f"{facts.values['optimizer.type']}'s own")
 
 
+def _of_optimizer(rule: Any) -> Any:
+    """Make a rule of the optimizer's keys that says so where DeepSpeed makes no optimizer."""
+
+    def checked(value: Any, facts: Facts) -> Outcome:
+        if "optimizer.type" in facts.values:
+            return rule(value, facts)
+        return not_needed("there is no optimizer.type, so DeepSpeed makes no optimizer and your script does")
+
+    return checked
+
+
 def _lr(value: float, facts: Facts) -> Outcome:
     if value <= 0:
         return blocked("takes a rate above 0")
@@ -172,10 +183,10 @@ def _cos_min_ratio(value: float, facts: Facts) -> Outcome:
 OPTIMIZER_RULES: Rules = {
     "optimizer": _optimizer,
     "other_optimizer": _other_optimizer,
-    "lr": _lr,
-    "betas": _betas,
-    "eps": _eps,
-    "weight_decay": _weight_decay,
+    "lr": _of_optimizer(_lr),
+    "betas": _of_optimizer(_betas),
+    "eps": _of_optimizer(_eps),
+    "weight_decay": _of_optimizer(_weight_decay),
     "scheduler": _scheduler,
     "other_scheduler": _other_scheduler,
     "warmup_min_lr": _warmup_min_lr,

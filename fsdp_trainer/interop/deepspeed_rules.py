@@ -74,6 +74,8 @@ def _autocast(value: bool, facts: Facts) -> Outcome:
         return not_needed("off")
     if facts.precision == "both" or dtype not in ("bf16", "fp16"):
         return blocked("autocast and the other sections ask for different types: keep one of bf16 and fp16")
+    if facts.get(f"{dtype}.enabled"):
+        return not_needed(f"{dtype}.enabled says it")
     return differs("every layer computes in this type; masters stay fp32", precision=dtype)
 
 

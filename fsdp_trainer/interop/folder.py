@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdp_trainer.config import Config, dump_settings
 from fsdp_trainer.config_reading import apply_overrides, merge_settings
-from fsdp_trainer.errors import ConfigError
+from fsdp_trainer.errors import ConfigError, OutputError
 from fsdp_trainer.interop.report import format_json, format_markdown
 from fsdp_trainer.interop.verdicts import Import
 from fsdp_trainer.launch_profile import write_profile
@@ -38,12 +38,21 @@ def write_import(imported: Import, folder: str | Path, *, overrides: Sequence[st
     """Write run.yaml, accelerate.yaml, report.md and report.json; return the settings.
 
     Raises ConfigError, and writes nothing, where something is refused that `allow` does not let pass, where the
-    settings do not fit together, and where the folder holds one of these files.
+    settings do not fit together, and where the folder holds one of these files; OutputError where it cannot be written.
     """
     folder = Path(folder)
     check_refused(imported, allow=allow)
     config = build_config(imported, overrides)
     _check_folder(folder)
+    try:
+        _write_files(imported, config, folder)
+    except OSError as error:
+        found = f"{error.filename or folder}: {error.strerror}"
+        raise OutputError("The import cannot be written.", values=found, fix="give another --out") from None
+    return config
+
+
+def _write_files(imported: Import, config: Config, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / SETTINGS).write_text(_format_settings(imported, config), encoding="utf-8")
     if imported.processes is not None:
@@ -56,7 +65,6 @@ def write_import(imported: Import, folder: str | Path, *, overrides: Sequence[st
         )
     (folder / REPORT).write_text(format_markdown(imported, config), encoding="utf-8")
     (folder / REPORT_JSON).write_text(json.dumps(format_json(imported), indent=2) + "\n", encoding="utf-8")
-    return config
 
 
 def format_command(imported: Import, config: Config, folder: str | Path) -> str:

@@ -336,6 +336,8 @@ def _number(value: Any) -> tuple[float, str]:
         raise ValueError(f"{format_value(value)} is no number")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{value} is not finite")
+    if abs(value) > 1e300:
+        raise ValueError("it is larger than any such number")
     return value, note
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from fsdp_trainer.config import Config
+from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.interop.deepspeed import import_deepspeed
 from fsdp_trainer.interop.folder import write_import
 from tests import models, training_runs
@@ -98,6 +99,31 @@ RATES = {
     "stage-3-both-offloads": [0, 0, 0.5, *((40 - last) / 38 for last in range(2, 9))],
     "stage-2-bf16-of-8-gpus": [0, 0, 1, *(0.1 + 0.45 * (1 + math.cos(math.pi * n / 18)) for n in range(1, 8))],
 }
+
+
+def check_with_classes(run_settings: dict[str, Any], classes: str) -> str:
+    """Check the model of a run as one whose profile names these classes; returns what was said."""
+    import contextlib
+    import io
+    import os
+
+    from fsdp_trainer.run import check_model
+    from fsdp_trainer.runtime import build_runtime
+
+    os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = classes
+    config = Config.from_dict(run_settings)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        check_model(config, build_runtime(timeout_minutes=1))
+    return said.getvalue()
+
+
+def test_a_profile_may_name_a_class_inside_the_layer(model_folder: Folder, tmp_path: Path) -> None:
+    """Reports 82 and 137: with a remark; a class of another model is refused."""
+    settings = training_runs.settings(model_folder("llama"), "unused.jsonl", tmp_path / "run")
+    said = run_ranks(check_with_classes, 1, settings, "LlamaDecoderLayer, LlamaMLP")[0]
+    assert "LlamaMLP inside LlamaDecoderLayer" in said
+    with pytest.raises(ConfigError, match="LlamaDecoderLayer in the model"):
+        run_ranks(check_with_classes, 1, settings, "LlamaDecoderLayer, GPT2Block")
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -442,6 +442,10 @@ def test_batch_arithmetic(train: Any, micro: Any, steps: Any, world: int | None,
         ({"zero_optimization.offload_optimizer.device": "cpu"}, {"sharding.offload": "optimizer"}),
         ({"zero_optimization.offload_param.device": "cpu"}, {"sharding.offload": "none"}),
         (
+            {"zero_optimization.offload_param.device": "cpu", "zero_optimization.offload_optimizer.device": "cpu"},
+            {"sharding.offload": "optimizer", "sharding.zero_stage": 2},
+        ),
+        (
             {"zero_optimization.stage": 3, "zero_optimization.offload_optimizer.device": "cpu"},
             {"sharding.offload": "optimizer"},
         ),
