@@ -153,18 +153,26 @@ def save_cells(cells: Collection[Cell]) -> None:
     RESULTS.write_text(json.dumps({"cells": order}, indent=1) + "\n", encoding="utf-8")
 
 
-def fill_cells(*, again: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Plan what is not kept yet, and the models named in `again`, keeping each plan as it comes."""
-    cells = [cell for cell in load_cells() if cell["model"] not in again]
-    done = {(cell["model"], cell["machine"]) for cell in cells}
+def fill_cells(*, again: Collection[str] = ()) -> None:
+    """Plan what is not kept yet, and the models named in `again`, keeping each plan as it comes.
+
+    A simulation is kept with its settings: memory does not depend on the rates that may have changed a plan.
+    """
+    cells = load_cells()
     for model in MODELS:
         for machine in MACHINES:
-            if (model, machine.label) not in done:
-                begun = time.monotonic()
-                cells.append(plan_cell(model, machine))
-                save_cells(cells)
-                print(f"{model} on {machine.gpus}: {time.monotonic() - begun:.0f} s", flush=True)
-    return load_cells()
+            old = next((cell for cell in cells if (cell["model"], cell["machine"]) == (model, machine.label)), None)
+            if old is not None and model not in again:
+                continue
+            begun = time.monotonic()
+            cell = plan_cell(model, machine)
+            if old is not None:
+                cells.remove(old)
+                if cell["settings"] is not None and cell["settings"] == old["settings"]:
+                    cell["simulated"] = old["simulated"]
+            cells.append(cell)
+            save_cells(cells)
+            print(f"{model} on {machine.gpus}: {time.monotonic() - begun:.0f} s", flush=True)
 
 
 def simulate_cells(*, models: Collection[str] = tuple(MODELS), machines: Collection[str] = ()) -> None:
