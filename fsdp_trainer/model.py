@@ -165,7 +165,7 @@ def find_parts(model: Any) -> ModelParts:
     decoder = getattr(model, model.base_model_prefix, None)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     layers = _find_layers(decoder, model.config.get_text_config().num_hidden_layers)
-    if decoder is None or layers is None or embedding is None or head is None:
+    if decoder is None or not layers or embedding is None or head is None:
         children = [f"{name}: {type(module).__name__}" for name, module in model.named_modules() if name.count(".") < 2]
         raise ConfigError(
             "The repeated decoder layers, embedding or output head of this model were not found.",

@@ -17,10 +17,10 @@ def _holders(tensor: Any) -> int:
 
 
 def measure(run_settings: dict[str, Any], steps: Sequence[Sequence[Any]]) -> dict[str, int]:
-    """Build the run, take a step over each of `steps` (rows of documents), evaluate, copy for a save.
+    """Build the run, take a step over each of `steps` (rows of documents), evaluate, save, gather for an export.
 
-    The same rows twice are one window, as where a simulation makes its own. Return each phase's peak bytes; of the
-    save, what it adds. Writing the copy is another thread's and not seen.
+    The same rows twice are one window, as where a simulation makes its own. Return each phase's peak bytes; of save
+    and export, what they add. Writing a copy is another thread's and not seen.
     """
     import gc
     import time
@@ -105,15 +105,17 @@ def measure(run_settings: dict[str, Any], steps: Sequence[Sequence[Any]]) -> dic
         run.model.train()
         run.sharding.reshard_all()
         gc.collect()
-        for phase, part in (
-            ("save", copy_for_a_save if run.config.checkpoint.async_save else save),
-            ("export", gather),
-        ):
+        saves = copy_for_a_save if run.config.checkpoint.async_save else save
+        for phase, part in (("save", saves), ("export", gather if run.config.export.at_end else _nothing)):
             live.phase, resting = phase, live.current
             part(run)
             live.peaks[phase] = live.peaks.get(phase, resting) - resting
             gc.collect()
     return live.peaks
+
+
+def _nothing(run: Any) -> None:
+    pass
 
 
 def save(run: Any) -> None:

@@ -240,7 +240,7 @@ def _shape(config: Mapping[str, Any], family: str) -> ModelShape:
             raise ValueError(f"{key}: {config[key]} is not known here")
     experts = _experts(config, rules)
     window = _window(config, rules)
-    return ModelShape(
+    shape = ModelShape(
         family=family,
         hidden=hidden,
         layers=layers,
@@ -263,6 +263,10 @@ def _shape(config: Mapping[str, Any], family: str) -> ModelShape:
         window=window,
         windowed_layers=_windowed_layers(config, rules, layers) if window else 0,
     )
+    for name in ("hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "vocab"):
+        if getattr(shape, name) < 1:
+            raise ValueError(f"{name}: {getattr(shape, name)} is no size")
+    return shape
 
 
 # Where config.json says nothing of the window (Transformers' configuration files); elsewhere silence means none.

@@ -23,6 +23,7 @@ def simulate(config: Config, hardware: Hardware, *, expandable_segments: bool = 
     process of its own.
     """
     check_known(config)
+    config.check_world(hardware.count)
     check_precision(config.precision, hardware)
     capability = capability_of(hardware)
     trace = trace_run(config, world_size=hardware.count, compute_capability=capability)

@@ -318,6 +318,12 @@ def test_bf16_is_refused_where_a_run_refuses_it(tmp_path: Path) -> None:
         run_ranks(simulation_runs.simulate_all, 1, {"base": settings(tmp_path)}, "2xT4")
 
 
+def test_ranks_that_do_not_divide_are_refused_before_anything_is_built(tmp_path: Path) -> None:
+    apart = settings(tmp_path, sharding={"reshard_after_forward": 3}, batch={"global_batch_size": 16})
+    with pytest.raises(ConfigError, match="must be a divisor"):
+        run_ranks(simulation_runs.simulate_all, 1, {"it": apart}, "2x8xA100-80GB")
+
+
 def test_small_model_is_what_the_numbers_say() -> None:
     assert (SMALL["vocab_size"], SMALL["hidden_size"], SMALL["intermediate_size"], SMALL["num_hidden_layers"]) == (
         VOCABULARY,

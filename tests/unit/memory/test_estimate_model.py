@@ -110,6 +110,9 @@ def test_a_saved_config_is_read_from_its_folder(tmp_path: Path) -> None:
     ("config", "says"),
     [
         ({"model_type": "bert"}, r"does not know[\s\S]*--quick"),
+        ({"model_type": "llama", **TINY, "num_hidden_layers": 0}, "layers: 0 is no size"),
+        ({"model_type": "llama", **TINY, "vocab_size": -5}, "vocab: -5 is no size"),
+        ({"model_type": "llama", **TINY, "hidden_size": None}, "lacks what its memory depends on"),
         ({"model_type": "llama"}, "lacks what its memory depends on"),
         ({"model_type": "llama", **TINY, "num_attention_heads": 0}, "lacks"),
         ({"model_type": "opt", **TINY, "word_embed_proj_dim": 32}, "word_embed_proj_dim"),
