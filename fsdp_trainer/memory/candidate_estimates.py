@@ -29,15 +29,19 @@ SAFETY_SHARE = 0.02
 CLOSED_FORM_SHARE, CLOSED_FORM_EXCESS = 0.07, 0.03
 # What a machine without a desktop needs for itself: an assumption.
 HOST_SYSTEM_BYTES = 2 * GIB
+# What offloading must gain in predicted time to be taken: less is within the error of the prediction
+# (benchmarks/SPEED.md), and it asks more of the host.
+OFFLOAD_MUST_GAIN = 0.03
 _RANK = {quality: place for place, quality in enumerate(QUALITIES)}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a plan may use, in bytes: of a GPU, and of a machine's RAM (None: not said)."""
+    """What a plan may use, in bytes: of a GPU, and of a machine's RAM (None: not said); a GPU's bytes in words."""
 
     device: int
     host: int | None
+    device_words: str = "GPU memory"
 
     @classmethod
     def of(cls, hardware: Hardware, host_bytes: int | None) -> "Limits":
@@ -47,11 +51,12 @@ class Limits:
             machine = device * hardware.gpus_per_node
             host_bytes = machine if host_bytes is None else min(host_bytes, machine)
         host = None if host_bytes is None else max(0, host_bytes - HOST_SYSTEM_BYTES)
-        return cls(int(device * (1 - SAFETY_SHARE)), host)
+        words = "RAM for each rank" if hardware.is_cpu else "GPU memory"
+        return cls(int(device * (1 - SAFETY_SHARE)), host, words)
 
     def lacking(self, device: float, host: float) -> tuple[str, ...]:
         """Say what is missing for so many bytes."""
-        found = [(device - self.device, "of GPU memory")]
+        found = [(device - self.device, f"of {self.device_words}")]
         if self.host is not None:
             found.append((host - self.host, "of host RAM"))
         return tuple(f"{_amount(size)} {what}" for size, what in found if size > 0)
@@ -194,11 +199,16 @@ class ClosedForm:
         return node.peak, host_memory(parts).peak
 
 
+def ranked_seconds(seconds: float, config: Config) -> float:
+    """Return a step's time as ranking takes it: with what offloading must gain."""
+    return seconds * (1 + OFFLOAD_MUST_GAIN) if config.sharding.offload != "none" else seconds
+
+
 def by_preference(sketches: Iterable[Sketch], *, quality_first: bool) -> list[Sketch]:
     """Sort the best first, by predicted time; where no time is known, by the order of the enumeration."""
 
     def key(sketch: Sketch) -> tuple[float, float, int, int]:
-        seconds = math.inf if sketch.seconds is None else sketch.seconds
+        seconds = math.inf if sketch.seconds is None else ranked_seconds(sketch.seconds, sketch.config)
         return (sketch.rank if quality_first else 0, seconds, sketch.rank, sketch.order)
 
     return sorted(sketches, key=key)

@@ -23,6 +23,7 @@ from fsdp_trainer.memory.candidate_estimates import (
     Limits,
     Sketch,
     by_preference,
+    ranked_seconds,
 )
 from fsdp_trainer.memory.candidates import combination, refuse_unsearchable
 from fsdp_trainer.memory.estimate_model import read_model_shape
@@ -128,7 +129,7 @@ class _Question:
     def key(self, candidate: Candidate, order: int = 0) -> tuple[float, float, float, float]:
         """The order of combinations that fit, the best first; without times, that of the enumeration."""
         place, seconds = list(QUALITIES).index(candidate.quality), candidate.step_seconds
-        slot = math.inf if seconds is None else _slot(seconds)
+        slot = math.inf if seconds is None else _slot(ranked_seconds(seconds, candidate.config))
         least = candidate.prediction["allocated_gib"] if seconds is not None else order
         return (place if self.prefer == "quality" else 0, slot, place, least)
 
@@ -410,7 +411,8 @@ def _is_same(sketch: Sketch, other: Sketch, question: _Question) -> bool:
         return False
     if sketch.seconds is None or other.seconds is None:
         return False
-    return _slot(sketch.seconds) == _slot(other.seconds)
+    own, best = (ranked_seconds(s.seconds, s.config) for s in (sketch, other) if s.seconds is not None)
+    return _slot(own) == _slot(best)
 
 
 def _rank(listed: Mapping[int, Candidate], chosen: Candidate | None, question: _Question) -> tuple[Candidate, ...]:
