@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
@@ -35,6 +35,7 @@ def test_accelerate_takes_every_profile_and_every_key(profile: Profile, monkeypa
     """What workers get is exactly what the profile says, and the trainer's own check agrees with it."""
     path, hardware = FOLDER / f"{profile.name}.yaml", parse_gpus(profile.gpus)
     read = load_config_from_file(str(path))
+    assert isinstance(read, ClusterConfig)
     assert (read.num_processes, read.num_machines) == (hardware.count, hardware.nodes)
     assert read.distributed_type == "FSDP"
     known = {field.name for field in dataclasses.fields(type(read))}
