@@ -1,6 +1,7 @@
 """`fsdp-trainer plan`: what fits on GPUs that are named or here, which is fastest, and the files that start it."""
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -59,6 +60,8 @@ def plan(
             fix="such as --model.path Qwen/Qwen2.5-7B, or a folder with a config.json",
         )
     check_model_path(settings.model.path)
+    _check_place("--write", write)
+    _check_place("--picture", picture.parent if picture is not None else None)
     from fsdp_trainer.memory.planning import plan as plan_for
 
     found = plan_for(
@@ -84,6 +87,20 @@ def plan(
         log_line(line, is_main=not as_json)
     if found.chosen is None:
         raise typer.Exit(ConfigError.exit_code)
+
+
+def _check_place(flag: str, folder: Path | None) -> None:
+    """Refuse before the search a folder that cannot be made or written."""
+    if folder is None:
+        return
+    nearest = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        what = "is a file" if not nearest.is_dir() else "cannot be written by this user"
+        raise ConfigError(
+            f"Nothing can be written where {flag} says.",
+            values=f"{folder}: {nearest} {what}",
+            fix=f"give {flag} another place",
+        )
 
 
 def _show(found: Any, *, top: int) -> None:

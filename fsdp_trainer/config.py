@@ -173,6 +173,11 @@ class Config(Section):
         return tuple(_given(self))
 
     @property
+    def origins(self) -> Origins:
+        """Where each setting was written, for messages."""
+        return self._origins
+
+    @property
     def steps_with_torch(self) -> bool:
         """True where torch's own AdamW does the step, on weights and averages in fp32; else it is ShardedAdamW."""
         optim = self.optim

@@ -24,6 +24,8 @@ from fsdp_trainer.units import format_number
 WARM_UP_STEPS = 3
 # With emptier rows than this a step does other work than the one that is predicted.
 LEAST_FILLED = 0.8
+# No run measures as much, in any unit; what is above (infinity) or no number (NaN) was never measured.
+MOST = 1e15
 
 
 def calibrate_from(run: Path, hardware: Hardware, *, quick: bool = False) -> dict[str, float]:
@@ -65,7 +67,7 @@ def describe_run(run: Path, *, model: str) -> str:
     return f"calibrated by {run}: {config.model.path} on {devices['ranks']} x {devices['device']}, {steps}{other}"
 
 
-def _read(run: Path) -> tuple[Config, list[dict[str, Any]], Mapping[str, Any]]:
+def _read(run: Path) -> tuple[Config, list[Mapping[str, Any]], Mapping[str, Any]]:
     missing = [name for name in (SETTINGS, METRICS, DEVICES) if not (run / name).is_file()]
     if missing:
         raise ConfigError(
@@ -73,16 +75,15 @@ def _read(run: Path) -> tuple[Config, list[dict[str, Any]], Mapping[str, Any]]:
             values=f"{run} has no {', '.join(missing)}",
             fix="name the output_dir of a run that has finished with this version",
         )
-    rows, devices = [], {}
     try:
         devices = json.loads((run / DEVICES).read_text(encoding="utf-8"))
         rows = [json.loads(line) for line in (run / METRICS).read_text(encoding="utf-8").splitlines()]
-        devices |= {"device": str(devices["device"])} | {n: int(devices[n]) for n in ("ranks", "ranks_per_node")}
-    except (ValueError, KeyError, TypeError) as error:
+        devices = _check_devices(devices)
+        steps = [_check_step(row) for row in rows if "step_seconds" in row][WARM_UP_STEPS:]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             "What the run left cannot be read.", values=f"{run}: {error}", fix="name another run"
         ) from error
-    steps = [row for row in rows if "step_seconds" in row][WARM_UP_STEPS:]
     if not steps:
         raise ConfigError(
             "The run is too short to calibrate by.",
@@ -90,6 +91,30 @@ def _read(run: Path) -> tuple[Config, list[dict[str, Any]], Mapping[str, Any]]:
             fix=f"name a run of {WARM_UP_STEPS + 5} steps or more",
         )
     return Config.load(run / SETTINGS), steps, devices
+
+
+def _check_devices(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what devices.json says, as numbers; ValueError for what no run writes."""
+    ranks, per_node = int(found["ranks"]), int(found["ranks_per_node"])
+    if ranks < 1 or per_node < 1 or ranks % per_node:
+        raise ValueError(f"{DEVICES}: {ranks} ranks, {per_node} on each machine")
+    memory = found.get("memory_bytes")
+    numbers = {"ranks": ranks, "ranks_per_node": per_node, "memory_bytes": None if memory is None else int(memory)}
+    return {**found, "device": str(found["device"]), **numbers}
+
+
+_MEASURED = ("step_seconds", "tokens", "max_allocated_gib", "max_reserved_gib")
+
+
+def _check_step(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a logged step; ValueError where a number is none to divide by, such as NaN."""
+    for name in _MEASURED:
+        value = row.get(name)
+        if value is None and name.startswith("max_"):  # CPU
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MOST:
+            raise ValueError(f"{METRICS}: step {row.get('step')}: {name}: {value}")
+    return row
 
 
 def _predict(config: Config, hardware: Hardware, *, quick: bool) -> Mapping[str, Any]:
@@ -100,7 +125,7 @@ def _predict(config: Config, hardware: Hardware, *, quick: bool) -> Mapping[str,
     return (found or simulate(config, hardware, expandable_segments=True)).to_json()
 
 
-def _memory_factor(rows: list[dict[str, Any]], predicted: Mapping[str, Any]) -> float | None:
+def _memory_factor(rows: list[Mapping[str, Any]], predicted: Mapping[str, Any]) -> float | None:
     """The largest ratio of what the allocator said and what was predicted, of allocated or reserved memory."""
     found = []
     for measured, expected in (("max_allocated_gib", "allocated_gib"), ("max_reserved_gib", "reserved_gib")):
@@ -111,7 +136,7 @@ def _memory_factor(rows: list[dict[str, Any]], predicted: Mapping[str, Any]) -> 
 
 
 def _time_factor(
-    rows: list[dict[str, Any]], predicted: Mapping[str, Any], config: Config, *, run: Path
+    rows: list[Mapping[str, Any]], predicted: Mapping[str, Any], config: Config, *, run: Path
 ) -> float | None:
     if predicted["step_seconds"] is None:
         return None

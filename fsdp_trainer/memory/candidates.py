@@ -10,6 +10,7 @@ from typing import Any
 
 from fsdp_trainer.config import Config
 from fsdp_trainer.config_checks import find_conflicts, setting
+from fsdp_trainer.config_reading import raise_problems
 from fsdp_trainer.config_world_checks import check_world_problems
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.memory.hardware import Hardware
@@ -30,7 +31,8 @@ EVERY_N = (8, 4, 2)  # of the decoder layers one in so many is recomputed
 def enumerate_candidates(config: Config, hardware: Hardware, *, fixed: Collection[str] = ()) -> Iterator[Config]:
     """Yield every valid combination, those that hold more and do less first; `fixed` names what stays as it is.
 
-    Raises ConfigError where the settings divide over the GPUs in no way, whatever the micro-batch.
+    Raises ConfigError where the settings divide over the GPUs in no way, whatever the micro-batch, and where what is
+    fixed contradicts itself or the GPUs, so that no combination is left.
     """
     sizes = micro_batch_sizes(config, hardware, fixed=fixed)
     groups = (
@@ -41,16 +43,21 @@ def enumerate_candidates(config: Config, hardware: Hardware, *, fixed: Collectio
     )
     held = {name: setting(config, name) for name in fixed if name in SEARCHED}
     kept = [[option for option in options if _agrees(option, held)] for options in groups]
+    made_any, reasons = False, None
     for options in itertools.product(*kept):
         if _is_double(options[1], options[2]) and "sharding.zero_stage" not in held:
             continue
         made = with_settings(config, {name: value for option in options for name, value in option.items()})
         # Checked with one size: all of them divide the global batch.
         tried = with_settings(made, {"batch.micro_batch_size": sizes[-1]})
-        if find_conflicts(tried) or check_world_problems(tried, hardware.count):
+        if problems := [*find_conflicts(tried), *check_world_problems(tried, hardware.count)]:
+            reasons = problems if reasons is None or len(problems) < len(reasons) else reasons
             continue
+        made_any = True
         for size in sizes:
             yield with_settings(made, {"batch.micro_batch_size": size})
+    if not made_any and reasons is not None:  # of the combination that lacks least
+        raise_problems(reasons, origins=config.origins)
 
 
 def with_settings(config: Config, changes: Option) -> Config:
@@ -67,12 +74,19 @@ def with_settings(config: Config, changes: Option) -> Config:
 def micro_batch_sizes(config: Config, hardware: Hardware, *, fixed: Collection[str] = ()) -> list[int]:
     """Return the micro-batches to try, largest first: all rows of a rank, and the powers of two that divide them."""
     if "batch.micro_batch_size" in fixed:
-        config.check_world(hardware.count)
+        _check_batch(config, hardware)
         return [config.batch.micro_batch_size]
-    with_settings(config, {"batch.micro_batch_size": 1}).check_world(hardware.count)
+    _check_batch(with_settings(config, {"batch.micro_batch_size": 1}), hardware)
     rows = config.batch.global_batch_size // hardware.count
     powers = (2**n for n in range(rows.bit_length()))
     return sorted({rows, *(size for size in powers if rows % size == 0)}, reverse=True)
+
+
+def _check_batch(config: Config, hardware: Hardware) -> None:
+    """Raise ConfigError where the rows do not divide; what else is wrong, another combination may not be."""
+    found = check_world_problems(config, hardware.count)
+    rows = [problem for problem in found if "batch.global_batch_size" in problem.paths]
+    raise_problems(rows, origins=config.origins)
 
 
 def _is_double(offload: Option, sharding: Option) -> bool:
@@ -92,20 +106,23 @@ def _qualities(config: Config, hardware: Hardware, *, fixed: Collection[str]) ->
         precisions = ["bf16", "fp32"]
     else:
         precisions = ["bf16" if hardware.bf16_flops else "fp16"]
+    # Paged moments are 8-bit ones that the driver may move to the host: never better, so tried only where asked for.
+    paged = "optim.name" in fixed and config.optim.name == "paged_adamw_8bit"
+    in_8_bits = config.optim.name if paged else "adamw_8bit"
     found = [
         _quality(precision, name, state_dtype, reduce_dtype)
         for precision in precisions
         for name, state_dtype, reduce_dtype in (
             ("adamw", "fp32", None),
             ("adamw", "bf16", None),
-            ("adamw_8bit", "fp32", None),
+            (in_8_bits, "fp32", None),
         )
     ]
     if hardware.bf16_flops or hardware.is_cpu:
         found += [
             _quality("bf16_pure", "adamw", "fp32", None),
             _quality("bf16_pure", "adamw", "bf16", "bf16"),
-            _quality("bf16_pure", "adamw_8bit", "fp32", "bf16"),
+            _quality("bf16_pure", in_8_bits, "fp32", "bf16"),
         ]
     soft = {"sharding.reduce_dtype"} & set(fixed)
     return [{name: value for name, value in option.items() if name not in soft} for option in found]

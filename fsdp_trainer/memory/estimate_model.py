@@ -151,6 +151,8 @@ class ModelShape:
 
 # --- reading ---------------------------------------------------------------------------------------------------------
 
+MOST_LAYERS = 10_000
+
 
 def read_model_shape(source: str | Path | Mapping[str, Any]) -> ModelShape:
     """Read a config.json: a folder with one, the file itself, a hub id whose config is in the local cache, or a dict.
@@ -163,7 +165,7 @@ def read_model_shape(source: str | Path | Mapping[str, Any]) -> ModelShape:
         raise ConfigError(
             "The closed form does not know this architecture.",
             values=f"model_type: {family}; known: {', '.join(sorted(FAMILIES))}",
-            fix="leave out --quick: the full simulator runs the model itself",
+            fix="ask `fsdp-trainer simulate` without --quick, which runs the model itself",
         )
     try:
         return _shape(config, family)
@@ -266,6 +268,8 @@ def _shape(config: Mapping[str, Any], family: str) -> ModelShape:
     for name in ("hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "vocab"):
         if getattr(shape, name) < 1:
             raise ValueError(f"{name}: {getattr(shape, name)} is no size")
+    if shape.layers > MOST_LAYERS:  # each is worked out on its own
+        raise ValueError(f"layers: {shape.layers:,} are more than any model has")
     return shape
 
 

@@ -384,6 +384,8 @@ _FILE_NUMBERS = {
     "pcie_gbs": ("pcie_bandwidth", 1e9),
 }
 _FILE_KEYS = {*_FILE_NUMBERS, "like", "name", "gpus_per_node", "nodes", "p2p", "compute_capability"}
+# Of any unit above: no GPU comes near, and sums of it stay numbers.
+MOST_OF_A_UNIT = 1e6
 _NEEDED_ALONE = ("name", "usable_gib", "bf16_tflops", "memory_gbs", "link_gbs")
 
 
@@ -393,6 +395,7 @@ def _from_file(path: Path) -> Hardware:
     unknown = sorted(set(map(str, data)) - _FILE_KEYS)
     if unknown:
         raise _file_error(path, f"unknown keys {', '.join(unknown)}", f"use {', '.join(sorted(_FILE_KEYS))}")
+    _check_words(data, path)
     numbers = {key: _file_number(data, key, path) for key in _FILE_NUMBERS if key in data}
     nodes, gpus = (_file_count(data, key, path) for key in ("nodes", "gpus_per_node"))
     if "like" in data:
@@ -457,10 +460,21 @@ def _read_yaml(path: Path) -> Mapping[Any, Any]:
     return data
 
 
+def _check_words(data: Mapping[Any, Any], path: Path) -> None:
+    """The name stands in messages, and in the first line of a settings file; the capability chooses overheads."""
+    if "name" in data and (not str(data["name"]).strip() or not str(data["name"]).isprintable()):
+        raise _file_error(path, f"name: {str(data['name'])!r}", "one line of letters and digits, such as H100-80GB")
+    if "name" in data and _is_cpu(str(data["name"])):
+        raise _file_error(path, f"name: {data['name']}", "another name: ranks on CPU are written --gpus 2xCPU")
+    capability = str(data.get("compute_capability", ""))
+    if re.fullmatch(r"\d+(\.\d+)?", capability) and "context" not in read_overheads(float(capability)):
+        raise _file_error(path, f"compute_capability: {capability}", "as NVIDIA gives it, such as 8.9")
+
+
 def _file_number(data: Mapping[Any, Any], key: str, path: Path) -> float:
     value = data[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise _file_error(path, f"{key}: {value}", "a number, 0 or more")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < MOST_OF_A_UNIT:
+        raise _file_error(path, f"{key}: {value}", f"a number from 0 to {MOST_OF_A_UNIT:,.0f}")
     return float(value)
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.config import Config
-from fsdp_trainer.errors import ConfigError
+from fsdp_trainer.errors import ConfigError, OutputError
 from fsdp_trainer.launch_profile import write_profile
 from fsdp_trainer.memory.candidates import SEARCHED
 from fsdp_trainer.memory.plan import GIB, Candidate, Plan
-from fsdp_trainer.run_folder import PREDICTION, write_text_atomically, writing
+from fsdp_trainer.run_folder import PREDICTION, write_text_atomically
 from fsdp_trainer.units import format_bytes
 
 SETTINGS_FILE, PROFILE_FILE = "run.yaml", "accelerate.yaml"
@@ -50,9 +50,15 @@ def write_plan(plan: Plan, folder: Path) -> list[str]:
             values=f"{folder}: {', '.join(different)}",
             fix="give a new folder to --write, or move these away",
         )
-    for name, text in texts.items():
-        with writing(folder / name):
+    try:
+        for name, text in texts.items():
             write_text_atomically(folder / name, text)
+    except OSError as error:
+        raise OutputError(
+            "The plan cannot be written.",
+            values=f"{folder}: {error.strerror or error}",
+            fix="give --write a folder that can be made and written",
+        ) from error
     return _commands(plan, folder)
 
 

@@ -87,6 +87,6 @@ def read_ram(text: str | int) -> int:
     words = str(text).strip().lower()
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)", words)
     size = float(found[1]) * _UNITS[found[2]] if found and found[2] in _UNITS else 0.0
-    if size < 2**20:
+    if not 2**20 <= size < 2**60:
         raise ConfigError("This is no amount of host RAM.", values=f"host RAM: {text}", fix="such as 128GiB or 0.5TiB")
     return int(size)

@@ -49,8 +49,13 @@ def simulation_workers() -> Iterator[Ask]:
 
         answers: dict[int, Answer] = {}
         with ThreadPoolExecutor(max(1, len(workers))) as threads:
-            for part in threads.map(answer_share, range(len(workers))):
-                answers |= part
+            try:
+                for part in threads.map(answer_share, range(len(workers))):
+                    answers |= part
+            except BaseException:  # Ctrl-C, or one has failed: the threads would wait for answers that nobody wants
+                for worker in workers:
+                    worker.process.kill()
+                raise
         return [answers[index] if answer is None else answer for index, answer in enumerate(found)]
 
     try:
@@ -84,7 +89,7 @@ class _Worker:
             self.process.stdin.write(pickle.dumps((config.to_dict(), hardware)))
             self.process.stdin.flush()
             found = pickle.load(self.answers)
-        except (EOFError, OSError):
+        except (EOFError, OSError, pickle.UnpicklingError):  # it ended before or within an answer
             found = f"it ended with exit code {self.process.wait()}"
         if isinstance(found, str):
             raise FsdpTrainerError(

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.text import Text
 
-from fsdp_trainer.errors import ConfigError
+from fsdp_trainer.errors import ConfigError, OutputError
 from fsdp_trainer.memory.ledger import CATEGORIES
 
 GIB = 2**30
@@ -36,7 +36,7 @@ def draw_memory(
     """Write the picture to `path`; its ending says the format (.png, .svg, .pdf). Returns the path.
 
     `limit_bytes` draws a line at what a GPU has, where it is not far above. ConfigError for an ending that cannot be
-    drawn.
+    drawn, OutputError where no file can be made.
     """
     from matplotlib.figure import Figure  # half a second, and only for this
 
@@ -69,8 +69,15 @@ def draw_memory(
     )
     axes.set_ylim(0, 1.18 * max(top, limit or 0.0))
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), reverse=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise OutputError(
+            "The picture cannot be written.",
+            values=f"{path}: {error.strerror or error}",
+            fix="name a file in a folder that can be made and written",
+        ) from error
     return path
 
 

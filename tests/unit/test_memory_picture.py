@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_trainer.errors import ConfigError
+from fsdp_trainer.errors import ConfigError, OutputError
 from fsdp_trainer.memory.ledger import CATEGORIES
 from fsdp_trainer.report.memory_picture import LETTERS, STACK, draw_memory, find_peak, format_memory
 
@@ -77,3 +77,9 @@ def test_unknown_format_is_refused_before_drawing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"\.png"):
         draw_memory(make_timeline(), tmp_path / "memory.txt")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_picture_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match="picture cannot be written"):
+        draw_memory(make_timeline(), tmp_path / "file" / "memory.png")

@@ -11,7 +11,7 @@ import yaml
 
 from fsdp_trainer.config import Config
 from fsdp_trainer.config_reading import parse_settings
-from fsdp_trainer.errors import ConfigError
+from fsdp_trainer.errors import ConfigError, OutputError
 from fsdp_trainer.launch_profile import check_profile, read_profile
 from fsdp_trainer.memory.plan import Plan
 from fsdp_trainer.memory.plan_files import differing, find_prediction, prediction_of, write_plan
@@ -117,3 +117,9 @@ def test_difference_is_named(plan: Plan) -> None:
     other = Config.from_dict({**config.to_dict(), "precision": "fp32"})
     assert differing(config.to_dict(), config) == []
     assert differing(config.to_dict(), other) == ["precision"]
+
+
+def test_a_folder_that_cannot_be_made_is_said_with_its_flag(plan: Plan, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match=r"plan cannot be written[\s\S]*file[\s\S]*--write"):
+        write_plan(plan, tmp_path / "file" / "out")

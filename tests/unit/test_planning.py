@@ -35,7 +35,7 @@ def test_ram_is_read_as_people_write_it(text: str | int, size: int) -> None:
     assert read_ram(text) == size
 
 
-@pytest.mark.parametrize("text", ["128", "", "lots", "-1GiB", "12 parsecs", "1.2.3GiB"])
+@pytest.mark.parametrize("text", ["128", "", "lots", "-1GiB", "12 parsecs", "1.2.3GiB", "9" * 400])
 def test_what_is_no_ram_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="no amount of host RAM") as caught:
         read_ram(text)
@@ -142,6 +142,9 @@ def test_nothing_fits_is_exit_code_2_and_writes_nothing(tmp_path: Path) -> None:
         (["--model.path=./nosuch", "--gpus=2xRTX4090"], ["does not exist", "nosuch"]),
         (["--model.path=m", "--gpus=2xRTX4090", "--batch.global_batch_size=7"], ["7 = 1 x accumulation x 2"]),
         (["--model.path=m", "--gpus=2xRTX4090", "--calibrate=nosuch"], ["no run", "nosuch"]),
+        (["--model.path=m", "--gpus=2xRTX4090", "--write=a_file"], ["--write", "a_file is a file"]),
+        (["--model.path=m", "--gpus=2xRTX4090", "--picture=a_file/m.png"], ["--picture", "a_file is a file"]),
+        (["--model.path=m", "--gpus=8xT4", "--optim.implementation=foreach"], ["precision: 'fp16'", "fused"]),
     ],
     ids=str,
 )
@@ -150,6 +153,7 @@ def test_errors_have_three_parts(words: list[str], parts: list[str], tmp_path: P
         words = [
             word.replace("=m", f"={model_folder(tmp_path)}") if word == "--model.path=m" else word for word in words
         ]
+    (tmp_path / "a_file").touch()
     ended = command(*words, "--quick", cwd=tmp_path)
     assert ended.returncode == 2, ended.stdout + ended.stderr
     assert ended.stdout == ""

@@ -139,3 +139,40 @@ def test_what_is_no_run_is_refused_by_what_it_lacks(config: Config, tmp_path: Pa
     (run / "devices.json").write_text("[]")
     with pytest.raises(ConfigError, match="cannot be read"):
         calibrate_from(run, HARDWARE, quick=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("step_seconds", float("nan")),
+        ("step_seconds", 0),
+        ("step_seconds", None),
+        ("tokens", 0),
+        ("max_allocated_gib", float("inf")),
+        ("max_reserved_gib", "12"),
+    ],
+)
+def test_a_measurement_that_is_no_number_is_named(config: Config, name: str, value: Any) -> None:
+    run = leave_run(config)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows[-2][name] = value
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"cannot be read[\\s\\S]*{name}: {value}"):
+        calibrate_from(run, HARDWARE, quick=True)
+
+
+@pytest.mark.parametrize("changed", [{"ranks_per_node": 0}, {"ranks": 3, "ranks_per_node": 2}, {"memory_bytes": "x"}])
+def test_devices_that_no_run_has_are_refused(config: Config, changed: dict[str, Any]) -> None:
+    run = leave_run(config)
+    devices = json.loads((run / "devices.json").read_text(encoding="utf-8"))
+    (run / "devices.json").write_text(json.dumps(devices | changed), encoding="utf-8")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        calibrate_from(run, HARDWARE, quick=True)
+
+
+@pytest.mark.parametrize("line", ["1", "null", "[]"])
+def test_lines_that_are_no_rows_are_refused(config: Config, line: str) -> None:
+    run = leave_run(config)
+    (run / "metrics.jsonl").write_text("\n".join([line] * 9), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"cannot be read|too short"):
+        calibrate_from(run, HARDWARE, quick=True)

@@ -109,8 +109,9 @@ def test_a_saved_config_is_read_from_its_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"model_type": "bert"}, r"does not know[\s\S]*--quick"),
+        ({"model_type": "bert"}, r"does not know[\s\S]*simulate` without --quick"),
         ({"model_type": "llama", **TINY, "num_hidden_layers": 0}, "layers: 0 is no size"),
+        ({"model_type": "llama", **TINY, "num_hidden_layers": 10**9}, "layers: 1,000,000,000 are more"),
         ({"model_type": "llama", **TINY, "vocab_size": -5}, "vocab: -5 is no size"),
         ({"model_type": "llama", **TINY, "hidden_size": None}, "lacks what its memory depends on"),
         ({"model_type": "llama"}, "lacks what its memory depends on"),

@@ -205,6 +205,10 @@ def test_file_describes_a_card_of_its_own(tmp_path: Path) -> None:
         ("like: B300\n", "not known"),
         ("- H100\n", "not a mapping"),
         ("a: [", "cannot be used"),
+        ("like: H100-80GB\nusable_gib: 1.0e+300\n", "usable_gib: 1e\\+300"),
+        ("like: H100-80GB\ncompute_capability: 99\n", "compute_capability: 99"),
+        ('like: H100-80GB\nname: "two\\nlines"\n', "name: 'two"),
+        ("like: H100-80GB\nname: cpu\n", "2xCPU"),
     ],
 )
 def test_refused_files(tmp_path: Path, text: str, says: str) -> None:

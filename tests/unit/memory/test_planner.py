@@ -218,3 +218,27 @@ def test_a_finished_run_moves_time_and_what_fits(model: str) -> None:
     assert larger.chosen is not None
     assert larger.chosen.prediction["allocated_gib"] < 23.5
     assert place(larger) >= place(plain)
+
+
+def test_paged_moments_are_planned_where_they_are_asked_for(model: str) -> None:
+    """On several GPUs with whole copies, which is for the plan to choose; beside shards that are held they are not."""
+    held = {"optim": {"name": "paged_adamw_8bit"}}
+    config = make_config(model, **held)
+    for gpus in ("1xA100-80GB", "2xA100-80GB"):
+        found = plan(config, parse_gpus(gpus), fixed=config.given, quick=True)
+        assert found.chosen is not None
+        assert found.chosen.quality == "8-bit"
+        assert {candidate.config.optim.name for candidate in found.candidates} == {"paged_adamw_8bit"}
+    free = make_config(model)
+    assert all("paged" not in made.optim.name for made in enumerate_candidates(free, parse_gpus("1xA100-80GB")))
+    sharded = make_config(model, **held, sharding={"zero_stage": 2})
+    with pytest.raises(ConfigError, match=r"paged moments[\s\S]*zero_stage: 2"):
+        plan(sharded, parse_gpus("2xA100-80GB"), fixed=sharded.given, quick=True)
+
+
+def test_settings_that_leave_no_combination_are_refused_with_the_reason(model: str) -> None:
+    """Not as what does not fit: more memory would not help."""
+    config = make_config(model, optim={"implementation": "foreach"})
+    assert plan(config, parse_gpus("2xA100-80GB"), fixed=config.given, quick=True).chosen is not None
+    with pytest.raises(ConfigError, match=r"only optim\.implementation: fused can do"):
+        plan(config, parse_gpus("2xT4"), fixed=config.given, quick=True)
