@@ -17,7 +17,7 @@ from fsdp_trainer import __version__, cli_import, cli_plan
 from fsdp_trainer.config import Config
 from fsdp_trainer.config_reading import check_command_flags
 from fsdp_trainer.errors import ConfigError, FsdpTrainerError
-from fsdp_trainer.launch import launch
+from fsdp_trainer.launch import Machines, launch
 from fsdp_trainer.memory.simulation_text import format_simulation
 from fsdp_trainer.progress import log_error, log_line, make_console
 
@@ -56,7 +56,10 @@ def train(
     context: typer.Context,
     config: Annotated[Path | None, typer.Option(help="Settings file (YAML).", metavar="RUN.YAML")] = None,
     processes: Annotated[
-        int | None, typer.Option(help="Number of processes; default one per visible GPU, or 1 on CPU.", metavar="N")
+        int | None,
+        typer.Option(
+            help="Number of processes, of all machines; default one per visible GPU, or 1 on CPU.", metavar="N"
+        ),
     ] = None,
     profile: Annotated[
         Path | None,
@@ -70,6 +73,15 @@ def train(
         str | None,
         typer.Option(help="auto: plan for this machine what no setting says of memory and speed.", metavar="auto"),
     ] = None,
+    nodes: Annotated[
+        int, typer.Option(help="Machines of this run; give the same command on each.", min=1, metavar="N")
+    ] = 1,
+    node_rank: Annotated[
+        int | None, typer.Option(help="Which of the machines this is, the first being 0.", metavar="R")
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(help="Where the first machine is reached from all.", metavar="HOST[:PORT]")
+    ] = None,
 ) -> None:
     """Fine-tune a model: every process is started, watched and, on Ctrl-C or SIGTERM, saved before it ends."""
     if config is None and not context.args:
@@ -78,7 +90,7 @@ def train(
             values="neither --config nor a setting",
             fix="give --config RUN.YAML, such as one of configs/recipes/, or at least --model.path and --data.train",
         )
-    flags = ("--config", "--processes", "--profile", "--resume-anyway", "--plan")
+    flags = ("--config", "--processes", "--profile", "--resume-anyway", "--plan", "--nodes", "--node-rank", "--address")
     check_command_flags(context.args, root=Config, flags=flags)
     words = list(context.args)
     if resume_anyway is not None:
@@ -89,7 +101,18 @@ def train(
         raise ConfigError("This is no plan.", values=f"--plan {plan}", fix=fix)
     arguments = ["--config", str(config)] if config is not None else []
     arguments += ["--plan", plan] if plan is not None else []  # all ranks plan: rank 0 decides (train.py)
-    raise typer.Exit(launch(settings, arguments=[*arguments, *words], profile=profile, processes=processes))
+    machines = _machines(nodes, node_rank=node_rank, address=address)
+    arguments += words
+    raise typer.Exit(launch(settings, arguments=arguments, profile=profile, processes=processes, machines=machines))
+
+
+def _machines(nodes: int, *, node_rank: int | None, address: str | None) -> Machines | None:
+    if nodes > 1:
+        return Machines.parse(nodes, rank=node_rank, address=address)
+    if node_rank or address is not None:
+        values = f"--node-rank {node_rank}" if node_rank else f"--address {address}"
+        raise ConfigError("A run on one machine has no others to meet.", values=values, fix="give --nodes as well")
+    return None
 
 
 @app.command(
