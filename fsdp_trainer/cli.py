@@ -13,14 +13,11 @@ from typing import Annotated, Any
 
 import typer
 
-from fsdp_trainer import __version__, cli_plan
+from fsdp_trainer import __version__, cli_import, cli_plan
 from fsdp_trainer.config import Config
-from fsdp_trainer.config_reading import apply_overrides, check_command_flags
+from fsdp_trainer.config_reading import check_command_flags
 from fsdp_trainer.errors import ConfigError, FsdpTrainerError
-from fsdp_trainer.interop.folder import format_command, write_import
-from fsdp_trainer.interop.report import format_json, format_report
-from fsdp_trainer.interop.verdicts import Import
-from fsdp_trainer.launch import launch
+from fsdp_trainer.launch import Machines, launch
 from fsdp_trainer.memory.simulation_text import format_simulation
 from fsdp_trainer.progress import log_error, log_line, make_console
 
@@ -59,7 +56,10 @@ def train(
     context: typer.Context,
     config: Annotated[Path | None, typer.Option(help="Settings file (YAML).", metavar="RUN.YAML")] = None,
     processes: Annotated[
-        int | None, typer.Option(help="Number of processes; default one per visible GPU, or 1 on CPU.", metavar="N")
+        int | None,
+        typer.Option(
+            help="Number of processes, of all machines; default one per visible GPU, or 1 on CPU.", metavar="N"
+        ),
     ] = None,
     profile: Annotated[
         Path | None,
@@ -73,6 +73,15 @@ def train(
         str | None,
         typer.Option(help="auto: plan for this machine what no setting says of memory and speed.", metavar="auto"),
     ] = None,
+    nodes: Annotated[
+        int, typer.Option(help="Machines of this run; give the same command on each.", min=1, metavar="N")
+    ] = 1,
+    node_rank: Annotated[
+        int | None, typer.Option(help="Which of the machines this is, the first being 0.", metavar="R")
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(help="Where the first machine is reached from all.", metavar="HOST[:PORT]")
+    ] = None,
 ) -> None:
     """Fine-tune a model: every process is started, watched and, on Ctrl-C or SIGTERM, saved before it ends."""
     if config is None and not context.args:
@@ -81,7 +90,7 @@ def train(
             values="neither --config nor a setting",
             fix="give --config RUN.YAML, such as one of configs/recipes/, or at least --model.path and --data.train",
         )
-    flags = ("--config", "--processes", "--profile", "--resume-anyway", "--plan")
+    flags = ("--config", "--processes", "--profile", "--resume-anyway", "--plan", "--nodes", "--node-rank", "--address")
     check_command_flags(context.args, root=Config, flags=flags)
     words = list(context.args)
     if resume_anyway is not None:
@@ -92,7 +101,18 @@ def train(
         raise ConfigError("This is no plan.", values=f"--plan {plan}", fix=fix)
     arguments = ["--config", str(config)] if config is not None else []
     arguments += ["--plan", plan] if plan is not None else []  # all ranks plan: rank 0 decides (train.py)
-    raise typer.Exit(launch(settings, arguments=[*arguments, *words], profile=profile, processes=processes))
+    machines = _machines(nodes, node_rank=node_rank, address=address)
+    arguments += words
+    raise typer.Exit(launch(settings, arguments=arguments, profile=profile, processes=processes, machines=machines))
+
+
+def _machines(nodes: int, *, node_rank: int | None, address: str | None) -> Machines | None:
+    if nodes > 1:
+        return Machines.parse(nodes, rank=node_rank, address=address)
+    if node_rank or address is not None:
+        values = f"--node-rank {node_rank}" if node_rank else f"--address {address}"
+        raise ConfigError("A run on one machine has no others to meet.", values=values, fix="give --nodes as well")
+    return None
 
 
 @app.command(
@@ -277,89 +297,12 @@ def _verifiable(folder: Path) -> list[Path]:
     return found
 
 
-_OUT = typer.Option("--out", help="Folder for run.yaml, accelerate.yaml, report.md and report.json.", metavar="DIR")
-_ALLOW = typer.Option("--allow-differences", help="Write also where keys are refused, without them.")
-_WORLD = typer.Option("--world-size", help="Number of GPUs, where the file does not say it.", min=1, metavar="N")
-_AS_JSON = typer.Option("--json", help="Print the report as JSON and nothing else.")
-_IMPORT_EPILOG = (
-    "Settings such as --model.path=DIR --data.train=FILE go into run.yaml as well. Exit code 0: written; 2: something "
-    "is refused, and nothing was written."
-)
-_IMPORT_FLAGS = ("--out", "--world-size", "--training-args", "--allow-differences", "--json")
-
-
-@app.command(
-    name="import-deepspeed",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    epilog=_IMPORT_EPILOG,
-)
-def import_deepspeed_command(
-    context: typer.Context,
-    file: Annotated[Path, typer.Argument(help="A DeepSpeed configuration (JSON).", metavar="DS.JSON")],
-    out: Annotated[Path, _OUT],
-    training_args: Annotated[
-        Path | None,
-        typer.Option(help="Transformers' TrainingArguments (JSON or YAML), which fill in auto.", metavar="FILE"),
-    ] = None,
-    world_size: Annotated[int | None, _WORLD] = None,
-    allow_differences: Annotated[bool, _ALLOW] = False,
-    as_json: Annotated[bool, _AS_JSON] = False,
-) -> None:
-    """Turn a DeepSpeed configuration into the same training on FSDP2, and say what becomes of every key."""
-    from fsdp_trainer.interop.deepspeed import import_deepspeed
-
-    imported = import_deepspeed(file, training_args=training_args, world_size=world_size)
-    _write_import(imported, out, words=context.args, allow=allow_differences, as_json=as_json)
-
-
-@app.command(
-    name="import-accelerate",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    epilog=_IMPORT_EPILOG,
-)
-def import_accelerate_command(
-    context: typer.Context,
-    file: Annotated[Path, typer.Argument(help="An Accelerate profile (YAML).", metavar="PROFILE.YAML")],
-    out: Annotated[Path, _OUT],
-    allow_differences: Annotated[bool, _ALLOW] = False,
-    as_json: Annotated[bool, _AS_JSON] = False,
-) -> None:
-    """Turn an Accelerate profile for FSDP1, FSDP2, DeepSpeed or DDP into settings and a profile for this trainer."""
-    from fsdp_trainer.interop.accelerate_profile import import_accelerate
-
-    given: dict[str, Any] = {}
-    apply_overrides(given, context.args, root=Config)
-    model, micro_batch_size = given.get("model", {}).get("path"), given.get("batch", {}).get("micro_batch_size")
-    imported = import_accelerate(file, model=model, micro_batch_size=micro_batch_size)
-    _write_import(imported, out, words=context.args, allow=allow_differences, as_json=as_json)
-
-
-@app.command(
-    name="import-trainer",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    epilog=_IMPORT_EPILOG,
-)
-def import_trainer_command(
-    context: typer.Context,
-    file: Annotated[Path, typer.Argument(help="Transformers' TrainingArguments (JSON or YAML).", metavar="ARGS.JSON")],
-    out: Annotated[Path, _OUT],
-    world_size: Annotated[int | None, _WORLD] = None,
-    allow_differences: Annotated[bool, _ALLOW] = False,
-    as_json: Annotated[bool, _AS_JSON] = False,
-) -> None:
-    """Turn the arguments of a Transformers Trainer into settings, with the DeepSpeed or FSDP that they ask for."""
-    from fsdp_trainer.interop.trainer import import_trainer
-
-    imported = import_trainer(file, world_size=world_size)
-    _write_import(imported, out, words=context.args, allow=allow_differences, as_json=as_json)
-
-
-def _write_import(imported: Import, out: Path, *, words: Sequence[str], allow: bool, as_json: bool) -> None:
-    check_command_flags(words, root=Config, flags=_IMPORT_FLAGS)
-    print(json.dumps(format_json(imported), indent=2) if as_json else format_report(imported))
-    config = write_import(imported, out, overrides=words, allow=allow)
-    if not as_json:
-        log_line(f"\nwritten to {out}; start it with {format_command(imported, config, out)}")
+for _name, _command in cli_import.COMMANDS.items():
+    app.command(
+        name=_name,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+        epilog=cli_import.EPILOG,
+    )(_command)
 
 
 @app.command()

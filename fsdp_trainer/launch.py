@@ -14,6 +14,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -54,11 +55,36 @@ def count_gpus(environ: Mapping[str, str] = os.environ) -> int:
     return count
 
 
-def plan_processes(config: Config, *, profile: Path | None, processes: int | None) -> tuple[int, dict[str, Any] | None]:
+@dataclass(frozen=True)
+class Machines:
+    """Several machines of one run: how many, which of them this is, and where the first one listens."""
+
+    count: int
+    rank: int
+    address: str
+    port: int
+
+    @classmethod
+    def parse(cls, count: int, *, rank: int | None, address: str | None) -> "Machines":
+        """Read --nodes, --node-rank and --address HOST[:PORT]; ConfigError for what does not name one of them."""
+        if rank is None or not 0 <= rank < count:
+            said = "nothing" if rank is None else rank
+            fix = f"give --node-rank 0 on the first machine, up to {count - 1} on the last"
+            raise ConfigError("Which of the machines this is is not said.", values=f"--node-rank {said}", fix=fix)
+        host, _, port = (address or "").rpartition(":") if ":" in (address or "") else (address or "", "", "")
+        if not host or (port and not (port.isdigit() and 0 < int(port) < 65536)):
+            fix = "give the first machine's name or IP address, the same on all: --address 10.0.0.1:29500"
+            raise ConfigError("Where the machines meet is not said.", values=f"--address {address}", fix=fix)
+        return cls(count, rank, host, int(port or 29500))
+
+
+def plan_processes(
+    config: Config, *, profile: Path | None, processes: int | None, machines: int = 1
+) -> tuple[int, dict[str, Any] | None]:
     """Decide how many processes a run gets and check settings and profile against that number, before anything starts.
 
-    Without a number it is what the profile says, else one per visible GPU, else CPU_RANKS. Raises ConfigError for more
-    than the machine has GPUs or, on CPU, four times its cores.
+    Without a number it is what the profile says, else one per visible GPU (CPU_RANKS without one) on each of
+    `machines`. Raises ConfigError for more than the machine has GPUs or, on CPU, four times its cores.
     """
     content = read_profile(profile) if profile is not None else None
     if content is not None:
@@ -71,13 +97,26 @@ def plan_processes(config: Config, *, profile: Path | None, processes: int | Non
                 fix="make both the same, or leave out one of the two",
             )
         processes = in_profile
+        if machines > 1 and content.get("num_machines", 1) != machines:
+            raise ConfigError(
+                "the profile is for another number of machines",
+                values=f"--nodes {machines}, num_machines: {content.get('num_machines', 1)} in {profile}",
+                fix="make both the same, or leave out one of the two",
+            )
     gpus = 0 if content is not None and content.get("use_cpu") else count_gpus()
     if processes is None:
-        processes = gpus or CPU_RANKS
+        processes = machines * (gpus or CPU_RANKS)
+    machines = max(machines, int((content or {}).get("num_machines") or 1))
+    if processes % machines:
+        raise ConfigError(
+            "the processes do not divide over the machines",
+            values=f"--processes {processes}, {machines} machines",
+            fix=f"--processes counts those of all machines: give a multiple of {machines}",
+        )
     if processes < 1:
         raise ConfigError("a run needs a process", values=f"--processes {processes}", fix="give 1 or more")
     _check_machine(
-        processes // max(1, int((content or {}).get("num_machines") or 1)),
+        processes // machines,
         given=f"--processes {processes}" if profile is None else f"num_processes: {processes} in {profile}",
         gpus=gpus,
     )
@@ -119,28 +158,31 @@ def launch(
     arguments: Sequence[str],
     profile: str | Path | None = None,
     processes: int | None = None,
+    machines: Machines | None = None,
     on_line: Callable[[str], None] | None = None,
 ) -> int:
     """Run train.py with `arguments` in N processes and return the exit code of the run.
 
+    Of several `machines` each calls this, and `processes` are those of all; they share the file system of output_dir.
     Ctrl-C and SIGTERM are passed to the workers, which save and stop; a second one ends them at once. With `on_line`
     (a notebook, where a child's output would go to the server's terminal) each line of output is handed to it.
     """
     profile = Path(profile) if profile is not None else None
-    processes, content = plan_processes(config, profile=profile, processes=processes)
+    count = 1 if machines is None else machines.count
+    processes, content = plan_processes(config, profile=profile, processes=processes, machines=count)
     check_model_path(config.model.path)
     check_trackers(config.log.trackers)
     check_writable(Path(config.output_dir))
     with tempfile.TemporaryDirectory(prefix="fsdp_trainer-") as folder:
         if profile is None:
-            profile = write_profile(
-                Path(folder, "profile.yaml"), config, processes=processes, use_cpu=count_gpus() == 0
-            )
+            on_cpu = count_gpus() == 0
+            path = Path(folder, "profile.yaml")
+            profile = write_profile(path, config, processes=processes, use_cpu=on_cpu, machines=count)
             content = read_profile(profile)
         assert content is not None
         if content.get("num_machines", 1) == 1:  # on others, the run that holds it may be this very one
             refuse_held_folder(Path(config.output_dir))
-        command = launch_command(profile, content, arguments=arguments)
+        command = launch_command(profile, content, arguments=arguments, machines=machines)
         environ = launch_environment(os.environ, content, processes=processes)
         status = Path(config.output_dir, STATUS)
         before = _modified(status)
@@ -183,9 +225,14 @@ def check_trackers(trackers: Sequence[str]) -> None:
         )
 
 
-def launch_command(profile: Path, content: Mapping[str, Any], *, arguments: Sequence[str]) -> list[str]:
+def launch_command(
+    profile: Path, content: Mapping[str, Any], *, arguments: Sequence[str], machines: Machines | None = None
+) -> list[str]:
     """Build the command line that starts the workers."""
     command = [sys.executable, str(AGENT), "--config_file", str(profile)]
+    if machines is not None:
+        command += ["--machine_rank", str(machines.rank), "--main_process_ip", machines.address]
+        command += ["--main_process_port", str(machines.port)]
     if not content.get("main_process_port") and content.get("num_machines", 1) == 1:
         command += ["--main_process_port", str(free_port())]  # 29500 for every run would make two of them collide
     return [*command, str(SCRIPT), *arguments]

@@ -39,6 +39,7 @@ PARTS = {
     "memory.planner": "planner",
     "memory.plan": "planner",
     "memory.planning": "planner",
+    "memory.import_memory": "planner",
     "memory.calibration": "planner",
     "memory.candidates": "planner",
     "memory.candidate_estimates": "planner",
@@ -141,12 +142,12 @@ WITHOUT_TORCH = (
 WITHOUT_TORCH += ("cuda_allocator", "run_lock", "data", "data.sources", "data.formats", "data.readers")
 WITHOUT_TORCH += ("memory", "memory.hardware", "memory.machine", "memory.estimate")
 WITHOUT_TORCH += ("memory.simulation", "memory.ledger", "memory.timing", "memory.rates", "memory.estimate_time")
-WITHOUT_TORCH += ("memory.planning", "memory.calibration")
+WITHOUT_TORCH += ("memory.planning", "memory.calibration", "memory.import_memory", "cli_import")
 WITHOUT_TORCH += ("memory.plan", "memory.planner", "memory.candidates", "memory.candidate_estimates", "memory.remedies")
 WITHOUT_TORCH += ("optim.schedule", "interop", "interop.gpu_profile")
 WITHOUT_TORCH += ("memory.host", "memory.quick", "memory.simulation_text", "report")
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "bitsandbytes", "torchao"}
-MAY_PRINT = ("cli", "cli_plan", "progress", "report", "demo")
+MAY_PRINT = ("cli", "cli_plan", "cli_import", "progress", "report", "demo")
 # simulated.py is the simulated part of the runtime: what it changes, it undoes on exit.
 MAY_PATCH = ("patches", "runtime", "simulated", "memory.trace", "memory.cuda_kernels")
 PATCHED = {"torch", "transformers", "accelerate"}

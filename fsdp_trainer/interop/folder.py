@@ -9,7 +9,7 @@ from fsdp_trainer.config import Config, dump_settings
 from fsdp_trainer.config_reading import apply_overrides, merge_settings
 from fsdp_trainer.errors import ConfigError, OutputError
 from fsdp_trainer.interop.report import format_json, format_markdown
-from fsdp_trainer.interop.verdicts import Import
+from fsdp_trainer.interop.verdicts import Import, Verdict
 from fsdp_trainer.launch_profile import write_profile
 
 SETTINGS, PROFILE, REPORT, REPORT_JSON = "run.yaml", "accelerate.yaml", "report.md", "report.json"
@@ -34,8 +34,17 @@ def build_config(imported: Import, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
-def write_import(imported: Import, folder: str | Path, *, overrides: Sequence[str] = (), allow: bool = False) -> Config:
+def write_import(
+    imported: Import,
+    folder: str | Path,
+    *,
+    overrides: Sequence[str] = (),
+    allow: bool = False,
+    memory: Sequence[str] = (),
+) -> Config:
     """Write run.yaml, accelerate.yaml, report.md and report.json; return the settings.
+
+    `memory` are lines that the report ends with: what the run takes, before and after.
 
     Raises ConfigError, and writes nothing, where something is refused that `allow` does not let pass, where the
     settings do not fit together, and where the folder holds one of these files; OutputError where it cannot be written.
@@ -45,14 +54,14 @@ def write_import(imported: Import, folder: str | Path, *, overrides: Sequence[st
     config = build_config(imported, overrides)
     _check_folder(folder)
     try:
-        _write_files(imported, config, folder)
+        _write_files(imported, config, folder, memory=memory)
     except OSError as error:
         found = f"{error.filename or folder}: {error.strerror}"
         raise OutputError("The import cannot be written.", values=found, fix="give another --out") from None
     return config
 
 
-def _write_files(imported: Import, config: Config, folder: Path) -> None:
+def _write_files(imported: Import, config: Config, folder: Path, *, memory: Sequence[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / SETTINGS).write_text(_format_settings(imported, config), encoding="utf-8")
     if imported.processes is not None:
@@ -63,7 +72,7 @@ def _write_files(imported: Import, config: Config, folder: Path) -> None:
             use_cpu=imported.use_cpu,
             further=imported.profile,
         )
-    (folder / REPORT).write_text(format_markdown(imported, config), encoding="utf-8")
+    (folder / REPORT).write_text(format_markdown(imported, config, memory=memory), encoding="utf-8")
     (folder / REPORT_JSON).write_text(json.dumps(format_json(imported), indent=2) + "\n", encoding="utf-8")
 
 
@@ -78,16 +87,20 @@ def format_command(imported: Import, config: Config, folder: str | Path) -> str:
     return command + (" --data.train=FILE" if config.data.train == defaults.data.train else "")
 
 
+def stopping(imported: Import, *, allow: bool) -> list[Verdict]:
+    """Return the refused keys that nothing is written with; `allow` lets pass those something can stand in for."""
+    return [verdict for verdict in imported.of_kind("refused") if verdict.blocks or not allow]
+
+
 def check_refused(imported: Import, *, allow: bool) -> None:
     """Raise ConfigError that names the refused keys; `allow` lets pass those that something can stand in for."""
-    refused = imported.of_kind("refused")
-    blocking = [verdict for verdict in refused if verdict.blocks]
-    stopping = blocking if allow else refused
-    if not stopping:
+    found = stopping(imported, allow=allow)
+    if not found:
         return
-    keys = ", ".join(f"{verdict.key.name} ({verdict.key.place})" for verdict in stopping)
+    blocking = [verdict for verdict in found if verdict.blocks]
+    keys = ", ".join(f"{verdict.key.name} ({verdict.key.place})" for verdict in found)
     fix = "correct the file" if blocking else "change the file, or give --allow-differences to go on without them"
-    count = "1 key is" if len(stopping) == 1 else f"{len(stopping)} keys are"
+    count = "1 key is" if len(found) == 1 else f"{len(found)} keys are"
     raise ConfigError(f"{count} refused, so nothing was written", values=keys, fix=f"{fix}; the report says why")
 
 

@@ -1,6 +1,6 @@
 """What an import found, as lines for the terminal, as a page, and as JSON."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,8 @@ def format_json(imported: Import) -> dict[str, Any]:
     }
 
 
-def format_markdown(imported: Import, config: Config) -> str:
-    """Return the report as a page: counts, one table a verdict, what was added, and the settings' own arithmetic."""
+def format_markdown(imported: Import, config: Config, *, memory: Sequence[str] = ()) -> str:
+    """Return the report as a page: counts, one table a verdict, what was added, the arithmetic of a step, memory."""
     lines = [f"# What became of {imported.source}", "", f"Read as {imported.tool}: {format_counts(imported)}.", ""]
     for kind in KINDS:
         if found := imported.of_kind(kind):
@@ -85,6 +85,8 @@ def format_markdown(imported: Import, config: Config) -> str:
     if imported.notes:
         lines += ["## About the file", "", *(f"- {note}" for note in imported.notes), ""]
     lines += ["## A step", "", _format_step(imported, config), ""]
+    if memory:
+        lines += ["## Memory", "", *memory, ""]
     return "\n".join(lines)
 
 

@@ -26,7 +26,7 @@ from fsdp_trainer.memory.candidate_estimates import (
     ranked_seconds,
 )
 from fsdp_trainer.memory.candidates import combination, refuse_unsearchable
-from fsdp_trainer.memory.estimate_model import read_model_shape
+from fsdp_trainer.memory.estimate_model import ModelShape, read_model_shape
 from fsdp_trainer.memory.hardware import Hardware, read_overheads
 from fsdp_trainer.memory.plan import GIB, QUALITIES, Candidate, Plan, Prefer
 from fsdp_trainer.memory.quick import simulate_quick
@@ -119,7 +119,7 @@ class _Question:
 
     def closed_form(self) -> ClosedForm:
         return ClosedForm(
-            read_model_shape(_find_config(self.config.model)),
+            find_shape(self.config.model),
             self.hardware,
             Limits.of(self.hardware, self.host_bytes),
             fixed=self.fixed,
@@ -132,6 +132,11 @@ class _Question:
         slot = math.inf if seconds is None else _slot(ranked_seconds(seconds, candidate.config))
         least = candidate.prediction["allocated_gib"] if seconds is not None else order
         return (place if self.prefer == "quality" else 0, slot, place, least)
+
+
+def find_shape(model: ModelConfig) -> ModelShape:
+    """Return what the closed form needs of a model; ConfigError for one that it does not know."""
+    return read_model_shape(_find_config(model))
 
 
 def _find_config(model: ModelConfig) -> str:

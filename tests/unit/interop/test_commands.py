@@ -76,3 +76,45 @@ def test_wrong_words(words: list[str], part: str, tmp_path: Path) -> None:
     assert isinstance(result.exception, ConfigError)
     assert part in str(result.exception)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_report_that_ends_with_memory(tmp_path: Path) -> None:
+    """Before and after: the imported run simulated, DeepSpeed's own formula, and the best combination that fits."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text((ROOT / "benchmarks" / "models" / "qwen3-0.6b.json").read_text())
+    file = tmp_path / "ds.json"
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-5}}
+    file.write_text(
+        json.dumps(
+            {
+                "train_micro_batch_size_per_gpu": 4,
+                "gradient_accumulation_steps": 2,
+                "bf16": {"enabled": True},
+                "optimizer": optimizer,
+                "zero_optimization": {"stage": 3},
+            }
+        )
+    )
+    words = ["import-deepspeed", str(file), "--world-size", "2", "--data.seq_len=4096", f"--model.path={model}"]
+    result = run(*words, "--gpus", "2xRTX4090", "--out", str(tmp_path / "out"), "--json")
+    assert result.exit_code == 0, result.output
+    memory = json.loads(result.output)["memory"]
+    parameters, gib = 596_049_920, 2**30
+    assert memory["deepspeed_gib"]["gpu"] == pytest.approx((18 * parameters / 2 + 4 * 151_936 * 1024) / gib)
+    assert not memory["imported"]["fits"]
+    assert memory["best"]["fits"] and memory["best"]["allocated_gib"] < memory["imported"]["allocated_gib"]
+    assert memory["best_changes"]
+    assert memory["best"]["config"]["precision"] == "bf16"
+    report = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    assert "## Memory" in report and f"{memory['imported']['allocated_gib']:.2f} GiB at the peak" in report
+
+
+def test_memory_without_a_model_is_refused_and_nothing_written(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}')
+    words = ["import-deepspeed", str(file), "--world-size", "2", "--out", str(tmp_path / "out"), "--gpus", "2xRTX4090"]
+    result = run(*words)
+    assert isinstance(result.exception, ConfigError) and "--model.path" in str(result.exception)
+    assert not (tmp_path / "out").exists()
