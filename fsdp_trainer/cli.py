@@ -189,7 +189,10 @@ def simulate(
         raise ConfigError("JSON and a picture do not go together.", values="--json --picture -", fix="name a file")
     settings = Config.load(config, list(context.args))
     from fsdp_trainer.memory.hardware import detect, parse_gpus
+    from fsdp_trainer.report.memory_picture import check_picture
 
+    if picture not in (None, "-"):
+        check_picture(picture)
     hardware = parse_gpus(gpus) if gpus is not None else detect()
     settings.check_world(hardware.count)
     with _says_when_stopped("nothing is left behind"):
@@ -285,7 +288,7 @@ _IMPORT_EPILOG = (
     "Settings such as --model.path=DIR --data.train=FILE go into run.yaml as well. Exit code 0: written; 2: something "
     "is refused, and nothing was written."
 )
-_IMPORT_FLAGS = ("--out", "--world-size", "--training-args", "--allow-differences", "--json")
+_IMPORT_FLAGS = ("--out", "--allow-differences", "--json")  # of all three
 
 
 @app.command(
@@ -309,7 +312,8 @@ def import_deepspeed_command(
     from fsdp_trainer.interop.deepspeed import import_deepspeed
 
     imported = import_deepspeed(file, training_args=training_args, world_size=world_size)
-    _write_import(imported, out, words=context.args, allow=allow_differences, as_json=as_json)
+    flags = ("--training-args", "--world-size")
+    _write_import(imported, out, words=context.args, flags=flags, allow=allow_differences, as_json=as_json)
 
 
 @app.command(
@@ -351,11 +355,14 @@ def import_trainer_command(
     from fsdp_trainer.interop.trainer import import_trainer
 
     imported = import_trainer(file, world_size=world_size)
-    _write_import(imported, out, words=context.args, allow=allow_differences, as_json=as_json)
+    flags = ("--world-size",)
+    _write_import(imported, out, words=context.args, flags=flags, allow=allow_differences, as_json=as_json)
 
 
-def _write_import(imported: Import, out: Path, *, words: Sequence[str], allow: bool, as_json: bool) -> None:
-    check_command_flags(words, root=Config, flags=_IMPORT_FLAGS)
+def _write_import(
+    imported: Import, out: Path, *, words: Sequence[str], flags: Sequence[str] = (), allow: bool, as_json: bool
+) -> None:
+    check_command_flags(words, root=Config, flags=(*_IMPORT_FLAGS, *flags))
     print(json.dumps(format_json(imported), indent=2) if as_json else format_report(imported))
     config = write_import(imported, out, overrides=words, allow=allow)
     if not as_json:
