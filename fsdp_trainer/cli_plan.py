@@ -60,6 +60,10 @@ def plan(
         )
     check_model_path(settings.model.path)
     from fsdp_trainer.memory.planning import plan as plan_for
+    from fsdp_trainer.report.memory_picture import check_picture
+
+    if picture is not None:
+        check_picture(picture)
 
     found = plan_for(
         settings,

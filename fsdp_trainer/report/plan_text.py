@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fsdp_trainer.report.memory_picture import STACK, Moment, find_peak, format_memory
+from fsdp_trainer.report.memory_picture import SCALE, STACK, Moment, find_peak, format_memory
 from fsdp_trainer.units import format_bytes, format_count, format_duration, format_number
 
 GIB = 2**30
@@ -35,18 +35,8 @@ def format_plan(
     text = Text("\n".join(lines))
     if timeline is not None and plan["chosen"] is not None:
         text.append("\n\n" + "\n".join(_ledger(plan, timeline, width=width)) + "\n\n")
-        text.append_text(_picture(timeline, width=width))
+        text.append_text(format_memory(timeline, width=width - SCALE, height=10))
     return text
-
-
-def _picture(timeline: Sequence[Moment], *, width: int) -> Text:
-    """The picture of a run in lines of at most `width`, or as narrow as it gets."""
-    picture = Text()
-    for columns in range(max(20, width - 9), 10, -4):  # short phases are widened to their names
-        picture = format_memory(timeline, width=columns, height=10)
-        if max(map(len, picture.plain.splitlines())) <= width:
-            break
-    return picture
 
 
 def unit_of(plan: Mapping[str, Any]) -> tuple[str, float]:
@@ -65,8 +55,9 @@ def device_of(plan: Mapping[str, Any]) -> str:
 
 def _heading(plan: Mapping[str, Any], *, width: int) -> Iterator[str]:
     config = plan["candidates"][0]["config"] if plan["candidates"] else None
-    host = "host RAM not said" if plan["host_bytes"] is None else f"host RAM {plan['host_bytes'] / GIB:.0f} GiB"
-    asked = f"{plan['hardware']['written']}, {host} a machine"
+    known = plan["host_bytes"]
+    host = "host RAM not said" if known is None else f"host RAM {known / GIB:.0f} GiB a machine"
+    asked = f"{plan['hardware']['written']}, {host}"
     if config is not None:
         rows = format_number(config["batch"]["global_batch_size"], "row")
         asked = f"{config['model']['path']} on {asked}; {rows} of {config['data']['seq_len']:,} tokens a step"

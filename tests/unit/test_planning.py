@@ -142,6 +142,7 @@ def test_nothing_fits_is_exit_code_2_and_writes_nothing(tmp_path: Path) -> None:
         (["--model.path=./nosuch", "--gpus=2xRTX4090"], ["does not exist", "nosuch"]),
         (["--model.path=m", "--gpus=2xRTX4090", "--batch.global_batch_size=7"], ["7 = 1 x accumulation x 2"]),
         (["--model.path=m", "--gpus=2xRTX4090", "--calibrate=nosuch"], ["no run", "nosuch"]),
+        (["--model.path=m", "--gpus=2xRTX4090", "--picture=memory.xyz"], ["memory.xyz", ".png"]),
     ],
     ids=str,
 )
