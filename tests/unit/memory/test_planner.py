@@ -218,3 +218,9 @@ def test_a_finished_run_moves_time_and_what_fits(model: str) -> None:
     assert larger.chosen is not None
     assert larger.chosen.prediction["allocated_gib"] < 23.5
     assert place(larger) >= place(plain)
+
+
+def test_what_the_system_needs_counts_as_lacking() -> None:
+    """With 1 GiB of RAM, of which 2 are the system's, a plan of 3 GiB lacks 4."""
+    limits = Limits.of(parse_gpus("2xRTX4090"), 1 * GIB)
+    assert limits.lacking(0, 3 * GIB) == ("4.0 GiB of host RAM",)
