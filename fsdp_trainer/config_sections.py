@@ -258,7 +258,8 @@ class LossConfig(Section):
     kind: Literal["chunked", "plain"] = Field(
         default="chunked",
         description="chunked makes logits for a few supervised rows at a time and never holds tokens x vocabulary "
-        "numbers; plain makes them all, to compare with other tools (12 bytes a logit at the peak: a 150k vocabulary costs 7 GiB at 4096 tokens).",
+        "numbers; plain makes them all, to compare with other tools (12 bytes a logit at the peak: a 150k vocabulary "
+        "costs 7 GiB at 4096 tokens).",
     )
     chunk_tokens: Annotated[int, Field(ge=1)] | None = Field(
         default=None,
