@@ -279,4 +279,4 @@ def _masks(config: Config, shape: ModelShape, *, capability: float | None) -> tu
 
 
 def _gib(size: float) -> float:
-    return round(size / GIB, 6)  # to a kiB: tiny models are shown in MiB
+    return round(size / GIB, 4)

@@ -45,6 +45,10 @@ def unit_of(plan: Mapping[str, Any]) -> tuple[str, float]:
     return ("GiB", 1.0) if most >= 0.5 else ("MiB", 1024.0)
 
 
+# Predictions are rounded to 0.0001 GiB, which are 0.1 MiB.
+_DIGITS = {"GiB": 2, "MiB": 1}
+
+
 def device_of(plan: Mapping[str, Any]) -> str:
     """Return what memory is counted on: a GPU, or one of the processes that share a CPU."""
     return "rank" if plan["hardware"]["name"] == "CPU" else "GPU"
@@ -130,9 +134,9 @@ def format_numbers(plan: Mapping[str, Any], candidate: Mapping[str, Any]) -> lis
     """The cells of NUMBERS; a dash where nothing is known."""
     memory = [candidate["allocated_gib"], candidate["reserved_gib"], candidate["min_capacity_gib"]]
     speed, run = tokens_per_second(plan, candidate), candidate["run_seconds"]
-    host, times = candidate["host_node_gib"], unit_of(plan)[1]
+    host, (unit, times) = candidate["host_node_gib"], unit_of(plan)
     return [
-        *(("-" if size is None else f"{size * times:.2f}") for size in memory),
+        *(("-" if size is None else f"{size * times:.{_DIGITS[unit]}f}") for size in memory),
         f"{host:.0f}" if host >= 10 else f"{host:.1f}",
         "-" if speed is None else f"{speed:,.0f}",
         "-" if run is None else format_duration(run),
@@ -279,12 +283,12 @@ def _ledger(plan: Mapping[str, Any], timeline: Sequence[Moment], *, width: int) 
     for category in reversed(STACK):
         sizes = [moment[2].get(category, 0) * times / GIB for moment in moments.values()]
         if max(sizes, default=0.0) >= 0.005:
-            table.add_row(category.replace("_", " "), *(f"{size:.2f}" for size in sizes))
+            table.add_row(category.replace("_", " "), *(f"{size:.{_DIGITS[unit]}f}" for size in sizes))
     totals = [sum(moment[2].values()) * times / GIB for moment in moments.values()]
-    table.add_row("allocated", *(f"{size:.2f}" for size in totals))
+    table.add_row("allocated", *(f"{size:.{_DIGITS[unit]}f}" for size in totals))
     yield from _draw(table, width)
     others = [
-        f"{phase} {size * times:.2f}"
+        f"{phase} {size * times:.{_DIGITS[unit]}f}"
         for phase, size in chosen["phases"].items()
         if phase not in MOMENTS and size is not None
     ]
