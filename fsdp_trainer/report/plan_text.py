@@ -282,7 +282,7 @@ def _ledger(plan: Mapping[str, Any], timeline: Sequence[Moment], *, width: int) 
         table.add_column(MOMENTS[phase], justify="right")
     for category in reversed(STACK):
         sizes = [moment[2].get(category, 0) * times / GIB for moment in moments.values()]
-        if max(sizes, default=0.0) >= 0.005:
+        if max(sizes, default=0.0) >= 0.5 * 10 ** -_DIGITS[unit]:
             table.add_row(category.replace("_", " "), *(f"{size:.{_DIGITS[unit]}f}" for size in sizes))
     totals = [sum(moment[2].values()) * times / GIB for moment in moments.values()]
     table.add_row("allocated", *(f"{size:.{_DIGITS[unit]}f}" for size in totals))
