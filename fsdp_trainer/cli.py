@@ -209,7 +209,10 @@ def simulate(
         raise ConfigError("JSON and a picture do not go together.", values="--json --picture -", fix="name a file")
     settings = Config.load(config, list(context.args))
     from fsdp_trainer.memory.hardware import detect, parse_gpus
+    from fsdp_trainer.report.memory_picture import check_picture
 
+    if picture not in (None, "-"):
+        check_picture(picture)
     hardware = parse_gpus(gpus) if gpus is not None else detect()
     settings.check_world(hardware.count)
     with _says_when_stopped("nothing is left behind"):

@@ -26,7 +26,7 @@ EPILOG = (
     "Settings such as --model.path=DIR --data.train=FILE go into run.yaml as well. Exit code 0: written; 2: something "
     "is refused, and nothing was written."
 )
-_FLAGS = ("--out", "--world-size", "--training-args", "--allow-differences", "--json", "--gpus", "--host-ram")
+_FLAGS = ("--out", "--allow-differences", "--json", "--gpus", "--host-ram")  # of all three
 
 
 def import_deepspeed(
@@ -47,7 +47,16 @@ def import_deepspeed(
     from fsdp_trainer.interop import deepspeed
 
     imported = deepspeed.import_deepspeed(file, training_args=training_args, world_size=world_size)
-    _finish(imported, out, words=context.args, allow=allow_differences, as_json=as_json, gpus=gpus, host_ram=host_ram)
+    _finish(
+        imported,
+        out,
+        words=context.args,
+        flags=("--training-args", "--world-size"),
+        allow=allow_differences,
+        as_json=as_json,
+        gpus=gpus,
+        host_ram=host_ram,
+    )
 
 
 def import_accelerate(
@@ -83,7 +92,16 @@ def import_trainer(
     from fsdp_trainer.interop import trainer
 
     imported = trainer.import_trainer(file, world_size=world_size)
-    _finish(imported, out, words=context.args, allow=allow_differences, as_json=as_json, gpus=gpus, host_ram=host_ram)
+    _finish(
+        imported,
+        out,
+        words=context.args,
+        flags=("--world-size",),
+        allow=allow_differences,
+        as_json=as_json,
+        gpus=gpus,
+        host_ram=host_ram,
+    )
 
 
 def _finish(
@@ -91,12 +109,13 @@ def _finish(
     out: Path,
     *,
     words: Sequence[str],
+    flags: Sequence[str] = (),
     allow: bool,
     as_json: bool,
     gpus: str | None,
     host_ram: str | None,
 ) -> None:
-    check_command_flags(words, root=Config, flags=_FLAGS)
+    check_command_flags(words, root=Config, flags=(*_FLAGS, *flags))
     memory = None
     if gpus is not None and not stopping(imported, allow=allow):
         from fsdp_trainer.memory.import_memory import compare_memory  # here only: the other answers are there at once

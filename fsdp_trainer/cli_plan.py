@@ -63,6 +63,10 @@ def plan(
     _check_place("--write", write)
     _check_place("--picture", picture.parent if picture is not None else None)
     from fsdp_trainer.memory.planning import plan as plan_for
+    from fsdp_trainer.report.memory_picture import check_picture
+
+    if picture is not None:
+        check_picture(picture)
 
     found = plan_for(
         settings,

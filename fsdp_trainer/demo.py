@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +19,8 @@ from typing import Any
 from fsdp_trainer.config import Config
 from fsdp_trainer.errors import ConfigError, FsdpTrainerError
 from fsdp_trainer.gguf_model import cache_folder, convert_gguf
+from fsdp_trainer.launch import launch
+from fsdp_trainer.run_folder import STATUS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPE = REPOSITORY / "configs" / "recipes" / "demo-cpu.yaml"
@@ -93,17 +95,19 @@ def run_demo(overrides: Sequence[str] = ()) -> int:
     config = Config.load(RECIPE, flags)
     # Everything runs in the project's folder, because the recipe names its data from there.
     output = REPOSITORY / config.output_dir
-    # The demo always starts afresh; a folder that the user named is theirs, and the trainer says what it makes of it.
+    # A folder that the user named is theirs, and the trainer says what it makes of it.
     if config.output_dir == Config.load(RECIPE).output_dir:
-        shutil.rmtree(output, ignore_errors=True)
+        clear_ended_run(output)
 
     print(f"\n== before: {base.name} has never seen this language", flush=True)
     before = ask(base, questions)
     _print_answers(questions, before)
 
-    command = [*_trainer_command(), "train", "--config", str(RECIPE), "--processes", str(processes), *flags]
-    print(f"\n== training: fsdp-trainer {' '.join(command[len(_trainer_command()) :])}", flush=True)
-    code = subprocess.run(command, cwd=REPOSITORY, check=False).returncode
+    arguments = ["--config", str(RECIPE), *flags]
+    print(f"\n== training: fsdp-trainer train --processes {processes} {' '.join(arguments)}", flush=True)
+    os.chdir(REPOSITORY)
+    # As the command does it, not through the command: Ctrl-C then reaches the ranks once, and is waited for.
+    code = launch(config, arguments=arguments, processes=processes)
     if code != 0:
         print(f"\nthe training ended with exit code {code}; its own message is above", flush=True)
         return code
@@ -115,6 +119,16 @@ def run_demo(overrides: Sequence[str] = ()) -> int:
     print(f"right answers to {len(questions)} held-out questions: {right[0]} before, {right[1]} after")
     print(f"run folder: {output}")
     return 0
+
+
+def clear_ended_run(output: Path) -> None:
+    """Empty the demo's run folder so that it starts afresh; one that was stopped or killed stays, to go on."""
+    try:
+        state = json.loads((output / STATUS).read_text(encoding="utf-8"))["state"]
+    except (OSError, ValueError, KeyError, TypeError):
+        state = None
+    if state not in ("interrupted", "running"):
+        shutil.rmtree(output, ignore_errors=True)
 
 
 def _packaged_gguf() -> Path:
@@ -145,11 +159,6 @@ def _fit_to_machine() -> tuple[int, list[str]]:
     return gpus, flags
 
 
-def _trainer_command() -> list[str]:
-    script = Path(sys.executable).with_name("fsdp-trainer")
-    return [str(script)] if script.exists() else [sys.executable, "-m", "fsdp_trainer"]
-
-
 def _print_answers(questions: Sequence[Question], answers: Sequence[str]) -> None:
     for question, answer in list(zip(questions, answers, strict=True))[:QUESTIONS_SHOWN]:
         print(
@@ -163,3 +172,6 @@ if __name__ == "__main__":
     except FsdpTrainerError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:  # before or after the training, which has its own way
+        print("stopped by Ctrl-C", file=sys.stderr)
+        sys.exit(130)

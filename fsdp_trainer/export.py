@@ -239,7 +239,10 @@ def _is_tied(model: Any) -> bool | None:
 
 def write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Write one file of weights and compare every bit of it, read again, with what was meant."""
+    path.touch()
+    mode = path.stat().st_mode
     save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)  # safetensors makes its files private; a model is served by other users too
     sync(path)
     with safe_open(path, framework="pt") as opened:
         if set(opened.keys()) != tensors.keys():

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import secrets
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,15 +20,16 @@ PREDICTION, DEVICES = "plan.json", "devices.json"  # what was predicted, and wha
 def write_text_atomically(path: Path, text: str) -> None:
     """Replace `path` by `text` so that a reader sees the old or the new file whole, also after a power cut."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    # Not mkstemp, whose files only this user can read: these are read by whoever may read the rest of the folder.
+    name = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with name.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)
     except OSError:
-        os.unlink(name)
+        name.unlink(missing_ok=True)
         raise
 
 

@@ -13,6 +13,7 @@ from fsdp_trainer.interop.verdicts import Import, Verdict
 from fsdp_trainer.launch_profile import write_profile
 
 SETTINGS, PROFILE, REPORT, REPORT_JSON = "run.yaml", "accelerate.yaml", "report.md", "report.json"
+_MISSING = ("--world-size N", "--training-args FILE")  # flags that say what a file leaves to its program
 
 
 def build_config(imported: Import, overrides: Sequence[str] = ()) -> Config:
@@ -97,11 +98,33 @@ def check_refused(imported: Import, *, allow: bool) -> None:
     found = stopping(imported, allow=allow)
     if not found:
         return
-    blocking = [verdict for verdict in found if verdict.blocks]
-    keys = ", ".join(f"{verdict.key.name} ({verdict.key.place})" for verdict in found)
-    fix = "correct the file" if blocking else "change the file, or give --allow-differences to go on without them"
     count = "1 key is" if len(found) == 1 else f"{len(found)} keys are"
-    raise ConfigError(f"{count} refused, so nothing was written", values=keys, fix=f"{fix}; the report says why")
+    raise ConfigError(
+        f"{count} refused, so nothing was written",
+        values=_places(found),
+        fix=f"{_fix(found)}; the report says why",
+    )
+
+
+def _places(verdicts: Sequence[Verdict]) -> str:
+    """Name keys with line and column, and their file once."""
+    places: dict[str, list[str]] = {}
+    for verdict in verdicts:
+        key = verdict.key
+        places.setdefault(key.file, []).append(f"{key.name} ({key.line}:{key.column})")
+    return "; ".join(f"{file}: {', '.join(names)}" for file, names in places.items())
+
+
+def _fix(verdicts: Sequence[Verdict]) -> str:
+    """Say which flags give what the file leaves open, and whether it must be corrected besides."""
+    flags = [flag for flag in _MISSING if any(flag.split()[0] in verdict.text for verdict in verdicts)]
+    rest = [verdict for verdict in verdicts if not any(flag.split()[0] in verdict.text for flag in flags)]
+    fixes = [f"give {' and '.join(flags)}"] if flags else []
+    if any(verdict.blocks for verdict in rest):
+        fixes.append("correct the file")
+    elif rest:
+        fixes.append("change the file, or give --allow-differences to go on without them")
+    return "; ".join(fixes)
 
 
 def _check_folder(folder: Path) -> None:

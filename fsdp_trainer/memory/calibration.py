@@ -54,7 +54,7 @@ def calibrate_from(run: Path, hardware: Hardware, *, quick: bool = False) -> dic
         raise ConfigError(
             "The run measured nothing that is predicted of it.",
             values=f"{run}: on {ran_on}, memory is measured on GPUs only, and no time is predicted of these settings",
-            fix="leave out --calibrate" + (" --quick" if quick else ""),
+            fix="leave out --calibrate" + (", or --quick" if quick and not hardware.is_cpu else ""),
         )
     return factors
 

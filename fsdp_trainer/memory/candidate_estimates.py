@@ -50,7 +50,7 @@ class Limits:
         if hardware.is_cpu:
             machine = device * hardware.gpus_per_node
             host_bytes = machine if host_bytes is None else min(host_bytes, machine)
-        host = None if host_bytes is None else max(0, host_bytes - HOST_SYSTEM_BYTES)
+        host = None if host_bytes is None else host_bytes - HOST_SYSTEM_BYTES  # below 0: that much is lacking too
         words = "RAM for each rank" if hardware.is_cpu else "GPU memory"
         return cls(int(device * (1 - SAFETY_SHARE)), host, words)
 

@@ -453,6 +453,8 @@ def _margins(hardware: Hardware, chosen: Candidate | None) -> dict[str, float]:
         found["context_gib"] = overheads["context"] / GIB
         found["nccl_gib"] = overheads["distributed"] / GIB if hardware.count > 1 else 0.0
     if chosen is not None and chosen.source == "simulation":
+        if hardware.is_cpu:  # no allocator: what it gets through with is the processes' memory
+            return found
         found["fragmentation_gib"] = chosen.prediction["min_capacity_gib"] - chosen.prediction["allocated_gib"]
     elif chosen is not None:
         found["closed_form_share"] = CLOSED_FORM_SHARE

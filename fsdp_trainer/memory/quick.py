@@ -27,6 +27,7 @@ from fsdp_trainer.memory.hardware import Hardware, read_overheads
 from fsdp_trainer.memory.host import ProcessParts, estimate_process, host_memory
 from fsdp_trainer.memory.ledger import PHASES
 from fsdp_trainer.memory.simulation import check_precision
+from fsdp_trainer.memory.simulation_text import format_step_time
 from fsdp_trainer.memory.timing import time_json
 from fsdp_trainer.units import format_bytes, format_count
 
@@ -96,6 +97,7 @@ def format_quick(result: dict[str, Any]) -> str:
         "at the peak: " + (", ".join(parts) + " GiB" if parts else "less than 0.01 GiB of each"),
         "host, a node: "
         + ", ".join(f"{name} {format_bytes(size * GIB)}" for name, size in result["host_node_gib"].items()),
+        *format_step_time(result),
     ]
     return "\n".join(lines)
 

@@ -19,9 +19,15 @@ def format_simulation(result: Mapping[str, Any], *, gpus: str, on_cpu: bool = Fa
     lines += [f"  {category.replace('_', ' '):24}{size:8.2f} GiB" for category, size in shown if size >= 0.005]
     lines.append("highest in each phase:")
     lines += [f"  {phase:24}{size:8.2f} GiB" for phase, size in result["phases"].items() if size is not None]
-    if result["step_seconds"] is not None:
-        lines.append(
-            f"a step: {result['step_seconds']:.2f} s predicted, "
-            f"{result['tokens_per_second_per_gpu']:,.0f} tokens/s a GPU"
-        )
+    lines += format_step_time(result)
     return "\n".join(lines)
+
+
+def format_step_time(result: Mapping[str, Any]) -> list[str]:
+    """Return a line about the predicted time of a step; none where no rate is known."""
+    if result["step_seconds"] is None:
+        return []
+    return [
+        f"a step: {result['step_seconds']:.2f} s predicted, {result['tokens_per_second_per_gpu']:,.0f} tokens/s a GPU, "
+        f"limited by {result['step_time']['limited_by']}"
+    ]

@@ -15,6 +15,8 @@ from fsdp_trainer.errors import ConfigError, OutputError
 from fsdp_trainer.memory.ledger import CATEGORIES
 
 GIB = 2**30
+PICTURES = (".png", ".svg", ".pdf")
+SCALE = 9  # columns left of the picture in a terminal
 # From what stays (bottom) to what comes and goes; a letter for terminals without colour. Okabe and Ito's colours,
 # which people who do not see red and green apart can tell.
 LETTERS: dict[str, str] = dict(zip(CATEGORIES, "PGOAUDCTB", strict=True))
@@ -30,6 +32,13 @@ ORDER = ("parameters", "optimizer_state", "gradients", "buffers", "activations",
 STACK: tuple[str, ...] = (*ORDER, *(category for category in CATEGORIES if category not in ORDER))
 
 
+def check_picture(path: str | Path) -> None:
+    """Refuse a picture whose name does not say how to write it; no work is needed to tell."""
+    if Path(path).suffix.lower() not in PICTURES:
+        fix = f"end its name in {', '.join(PICTURES)}"
+        raise ConfigError("A picture cannot be written in this format.", values=str(path), fix=fix)
+
+
 def draw_memory(
     timeline: Sequence[Moment], path: str | Path, *, title: str = "", limit_bytes: float | None = None
 ) -> Path:
@@ -41,10 +50,9 @@ def draw_memory(
     from matplotlib.figure import Figure  # half a second, and only for this
 
     path = Path(path)
+    check_picture(path)
     figure = Figure(figsize=(11, 5.5), layout="constrained")
     axes = figure.add_subplot()
-    if path.suffix.lstrip(".").lower() not in figure.canvas.get_supported_filetypes():
-        raise ConfigError("A picture cannot be written in this format.", values=str(path), fix="end its name in .png")
     xs = [index for index, _, _ in timeline]
     shown = [category for category in STACK if any(alive.get(category, 0) for _, _, alive in timeline)]
     index, phase, alive = find_peak(timeline)
@@ -110,10 +118,11 @@ def find_peak(timeline: Sequence[Moment]) -> Moment:
     return max(timeline, key=lambda moment: sum(moment[2].values()))
 
 
-def format_memory(timeline: Sequence[Moment], *, width: int = 72, height: int = 14) -> Text:
+def format_memory(timeline: Sequence[Moment], *, width: int = 80 - SCALE, height: int = 14) -> Text:
     """Return the picture as text of `height` rows: a letter (and colour) for each kind, the peak under a v.
 
-    Each column is the fullest moment of its stretch, so the peak is always there. `width` is about the columns drawn.
+    Each column is the fullest moment of its stretch, so the peak is always there. `width` is the columns drawn at most,
+    unless there are more phases than fit with two letters each; those of the scale come on top.
     """
     columns = _columns(timeline, width)
     index, phase, peak = find_peak(timeline)
@@ -143,18 +152,28 @@ def format_memory(timeline: Sequence[Moment], *, width: int = 72, height: int = 
 
 
 def _columns(timeline: Sequence[Moment], width: int) -> list[Moment]:
-    """About `width` moments, each the fullest of its stretch; every phase gets room for its name."""
+    """`width` moments, each the fullest of its stretch; every phase gets room for its name, or for a part of it."""
     stretches = [[moment for moment in timeline if start <= moment[0] < stop] for _, start, stop in _phases(timeline)]
     stretches[-1].append(timeline[-1])
     columns = []
-    for moments in stretches:
-        wanted = max(len(moments[0][1]) + 1, width * len(moments) // len(timeline))
+    widths = _widths([(len(moments[0][1]), len(moments)) for moments in stretches], width)
+    for moments, wanted in zip(stretches, widths, strict=True):
         # Few moments are drawn wide: what lies between two does not change.
         picked = min(wanted, len(moments))
         bounds = [len(moments) * number // picked for number in range(picked + 1)]
         fullest = [find_peak(moments[first:last]) for first, last in itertools.pairwise(bounds)]
         columns += [fullest[number * picked // wanted] for number in range(wanted)]
     return columns
+
+
+def _widths(stretches: Sequence[tuple[int, int]], width: int) -> list[int]:
+    """Share `width` columns among stretches of (letters of the name, moments): what the names leave goes by moments."""
+    longest = max(letters for letters, _ in stretches)
+    while longest > 2 and sum(min(letters, longest) + 1 for letters, _ in stretches) > width:
+        longest -= 1
+    names = [min(letters, longest) + 1 for letters, _ in stretches]
+    spare, total = max(0, width - sum(names)), sum(moments for _, moments in stretches)
+    return [name + spare * moments // total for name, (_, moments) in zip(names, stretches, strict=True)]
 
 
 def _stack(alive: Mapping[str, int], *, top: int, height: int) -> list[str]:

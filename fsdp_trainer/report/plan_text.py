@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fsdp_trainer.report.memory_picture import STACK, Moment, find_peak, format_memory
+from fsdp_trainer.report.memory_picture import SCALE, STACK, Moment, find_peak, format_memory
 from fsdp_trainer.units import format_bytes, format_count, format_duration, format_number
 
 GIB = 2**30
@@ -35,24 +35,18 @@ def format_plan(
     text = Text("\n".join(lines))
     if timeline is not None and plan["chosen"] is not None:
         text.append("\n\n" + "\n".join(_ledger(plan, timeline, width=width)) + "\n\n")
-        text.append_text(_picture(timeline, width=width))
+        text.append_text(format_memory(timeline, width=width - SCALE, height=10))
     return text
-
-
-def _picture(timeline: Sequence[Moment], *, width: int) -> Text:
-    """The picture of a run in lines of at most `width`, or as narrow as it gets."""
-    picture = Text()
-    for columns in range(max(20, width - 9), 10, -4):  # short phases are widened to their names
-        picture = format_memory(timeline, width=columns, height=10)
-        if max(map(len, picture.plain.splitlines())) <= width:
-            break
-    return picture
 
 
 def unit_of(plan: Mapping[str, Any]) -> tuple[str, float]:
     """Return the unit that memory of a GPU is shown in, and GiB in it: MiB for a model that is tiny."""
     most = max((found["allocated_gib"] for found in plan["candidates"]), default=1.0)
     return ("GiB", 1.0) if most >= 0.5 else ("MiB", 1024.0)
+
+
+# Predictions are rounded to 0.0001 GiB, which are 0.1 MiB.
+_DIGITS = {"GiB": 2, "MiB": 1}
 
 
 def device_of(plan: Mapping[str, Any]) -> str:
@@ -65,8 +59,9 @@ def device_of(plan: Mapping[str, Any]) -> str:
 
 def _heading(plan: Mapping[str, Any], *, width: int) -> Iterator[str]:
     config = plan["candidates"][0]["config"] if plan["candidates"] else None
-    host = "host RAM not said" if plan["host_bytes"] is None else f"host RAM {plan['host_bytes'] / GIB:.0f} GiB"
-    asked = f"{plan['hardware']['written']}, {host} a machine"
+    known = plan["host_bytes"]
+    host = "host RAM not said" if known is None else f"host RAM {known / GIB:.0f} GiB a machine"
+    asked = f"{plan['hardware']['written']}, {host}"
     if config is not None:
         rows = format_number(config["batch"]["global_batch_size"], "row")
         asked = f"{config['model']['path']} on {asked}; {rows} of {config['data']['seq_len']:,} tokens a step"
@@ -139,9 +134,9 @@ def format_numbers(plan: Mapping[str, Any], candidate: Mapping[str, Any]) -> lis
     """The cells of NUMBERS; a dash where nothing is known."""
     memory = [candidate["allocated_gib"], candidate["reserved_gib"], candidate["min_capacity_gib"]]
     speed, run = tokens_per_second(plan, candidate), candidate["run_seconds"]
-    host, times = candidate["host_node_gib"], unit_of(plan)[1]
+    host, (unit, times) = candidate["host_node_gib"], unit_of(plan)
     return [
-        *(("-" if size is None else f"{size * times:.2f}") for size in memory),
+        *(("-" if size is None else f"{size * times:.{_DIGITS[unit]}f}") for size in memory),
         f"{host:.0f}" if host >= 10 else f"{host:.1f}",
         "-" if speed is None else f"{speed:,.0f}",
         "-" if run is None else format_duration(run),
@@ -287,13 +282,13 @@ def _ledger(plan: Mapping[str, Any], timeline: Sequence[Moment], *, width: int) 
         table.add_column(MOMENTS[phase], justify="right")
     for category in reversed(STACK):
         sizes = [moment[2].get(category, 0) * times / GIB for moment in moments.values()]
-        if max(sizes, default=0.0) >= 0.005:
-            table.add_row(category.replace("_", " "), *(f"{size:.2f}" for size in sizes))
+        if max(sizes, default=0.0) >= 0.5 * 10 ** -_DIGITS[unit]:
+            table.add_row(category.replace("_", " "), *(f"{size:.{_DIGITS[unit]}f}" for size in sizes))
     totals = [sum(moment[2].values()) * times / GIB for moment in moments.values()]
-    table.add_row("allocated", *(f"{size:.2f}" for size in totals))
+    table.add_row("allocated", *(f"{size:.{_DIGITS[unit]}f}" for size in totals))
     yield from _draw(table, width)
     others = [
-        f"{phase} {size * times:.2f}"
+        f"{phase} {size * times:.{_DIGITS[unit]}f}"
         for phase, size in chosen["phases"].items()
         if phase not in MOMENTS and size is not None
     ]

@@ -9,7 +9,15 @@ import pytest
 
 from fsdp_trainer.errors import ConfigError, OutputError
 from fsdp_trainer.memory.ledger import CATEGORIES
-from fsdp_trainer.report.memory_picture import LETTERS, STACK, draw_memory, find_peak, format_memory
+from fsdp_trainer.report.memory_picture import (
+    LETTERS,
+    SCALE,
+    STACK,
+    check_picture,
+    draw_memory,
+    find_peak,
+    format_memory,
+)
 
 GIB = 2**30
 
@@ -83,3 +91,25 @@ def test_a_picture_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match="picture cannot be written"):
         draw_memory(make_timeline(), tmp_path / "file" / "memory.png")
+
+
+@pytest.mark.parametrize("width", [40, 50, 71, 111])
+def test_many_phases_stay_within_the_width(width: int) -> None:
+    """A step of four micro-batches has more names than 80 columns have room for: they are cut, not the picture."""
+    phases = ["load", *["forward", "backward"] * 4, "clip", "step", "evaluate", "save"]
+    timeline = [
+        (100 * place + index, phase, {"parameters": GIB + index})
+        for place, phase in enumerate(phases)
+        for index in range(100)
+    ]
+    lines = format_memory(timeline, width=width).plain.splitlines()
+    assert max(map(len, lines)) <= max(width + SCALE, 60)  # the list below the picture has its own width
+    assert max(len(line) for line in lines[1:16]) <= width + SCALE
+    for phase in phases:
+        assert phase[:1] in lines[16]
+
+
+@pytest.mark.parametrize("name", ["memory", "memory.xyz", "memory.docx"])
+def test_a_name_that_says_no_format_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"end its name in \.png"):
+        check_picture(name)

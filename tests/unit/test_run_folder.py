@@ -92,3 +92,12 @@ def test_torn_and_later_rows_are_trimmed(tmp_path: Path) -> None:
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n[1]\n{"step": 2, "los')
     assert trim_metrics(tmp_path, after_step=2) == 3
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_files_have_the_rights_that_new_files_have(tmp_path: Path) -> None:
+    """Whoever may read metrics.jsonl may read settings and status too: a folder on a cluster is looked at by others."""
+    (tmp_path / "other").touch()
+    for _ in range(2):  # also where it takes the place of one
+        write_text_atomically(tmp_path / "file", "text")
+    assert (tmp_path / "file").stat().st_mode == (tmp_path / "other").stat().st_mode
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "other"]

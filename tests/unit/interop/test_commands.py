@@ -118,3 +118,28 @@ def test_memory_without_a_model_is_refused_and_nothing_written(tmp_path: Path) -
     result = run(*words)
     assert isinstance(result.exception, ConfigError) and "--model.path" in str(result.exception)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("ds01_zero2_all_auto", "give --training-args FILE; the report"),
+        ("ds03_comments_trailing_commas", "give --world-size N; the report"),
+        ("ds04_zero3_nvme_param_and_optimizer", "give --world-size N; change the file, or give --allow-differences"),
+        ("ds06_bf16_and_fp16_both_on", "give --world-size N; correct the file; the report"),
+        ("ds12_missing_micro_batch", "correct the file; the report"),
+    ],
+)
+def test_what_a_flag_would_say_is_not_called_wrong_in_the_file(name: str, fix: str, tmp_path: Path) -> None:
+    file = INPUTS / "deepspeed" / f"{name}.json"
+    error = run("import-deepspeed", str(file), "--out", str(tmp_path / "out")).exception
+    assert isinstance(error, ConfigError) and f"to fix: {fix}" in str(error)
+    assert str(error).count(str(file)) == 1  # and each key with its line and column
+    assert re.search(rf"{re.escape(str(file))}: \w+ \([23]:3\), ", str(error))
+
+
+def test_a_flag_of_another_import_is_not_suggested(tmp_path: Path) -> None:
+    file = tmp_path / "fsdp.yaml"
+    file.write_text("distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n")
+    error = run("import-accelerate", str(file), "--out", str(tmp_path / "out"), "--world-size=2").exception
+    assert isinstance(error, ConfigError) and "did you mean --world-size" not in str(error)

@@ -242,3 +242,9 @@ def test_settings_that_leave_no_combination_are_refused_with_the_reason(model: s
     assert plan(config, parse_gpus("2xA100-80GB"), fixed=config.given, quick=True).chosen is not None
     with pytest.raises(ConfigError, match=r"only optim\.implementation: fused can do"):
         plan(config, parse_gpus("2xT4"), fixed=config.given, quick=True)
+
+
+def test_what_the_system_needs_counts_as_lacking() -> None:
+    """With 1 GiB of RAM, of which 2 are the system's, a plan of 3 GiB lacks 4."""
+    limits = Limits.of(parse_gpus("2xRTX4090"), 1 * GIB)
+    assert limits.lacking(0, 3 * GIB) == ("4.0 GiB of host RAM",)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -239,8 +240,10 @@ def run(capsys: pytest.CaptureFixture[str], words: list[str]) -> str:
 def test_command_text_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = make_config("llama-3.1-8b", tmp_path)
     text = run(capsys, command(config, "--gpus=8xH100", "--picture=-"))
-    assert "8.03B parameters on 8xH100-80GB" in text and "fits" in text and "v peak" in text
+    assert "8.03B parameters on 8xH100-80GB" in text and "fits" in text
+    assert re.search(r"v peak|peak [\d.]+ GiB in \w+ v", text)
     assert "host, a node:" in text
+    assert re.search(r"a step: \d+\.\d\d s predicted, [\d,]+ tokens/s a GPU, limited by \w+", text)
     text = run(capsys, command(config, "--gpus=2x4090", f"--picture={tmp_path / 'm.png'}"))
     assert "does not fit" in text and (tmp_path / "m.png").stat().st_size > 10_000
 
