@@ -55,9 +55,13 @@ def quiet(model_folder: Folder, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_signal_saves_and_stops(moment: str, quiet: dict[str, Any], tmp_path: Path) -> None:
     fault, expected = MOMENTS[moment]
-    output = tmp_path / "run"
+    for attempt in range(3):  # on a busy machine a short moment may be over before it is struck
+        output = tmp_path / f"run{attempt}"
+        codes = run({**quiet, "output_dir": str(output)}, 2, fault)
+        if codes != [0, 0]:
+            break
+    assert codes == [75, 75]
     settings = {**quiet, "output_dir": str(output)}
-    assert run(settings, 2, fault) == [75, 75]
     status = read_status(output)
     assert (status["state"], status["exit_code"]) == ("interrupted", 75)
     moment_said = f"after step {status['step']}" if expected != 0 else "before the first step"

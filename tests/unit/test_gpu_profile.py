@@ -38,6 +38,10 @@ def test_accelerate_takes_every_profile_and_every_key(profile: Profile, monkeypa
     assert isinstance(read, ClusterConfig)
     assert (read.num_processes, read.num_machines) == (hardware.count, hardware.nodes)
     assert read.distributed_type == "FSDP"
+    assert read.fsdp_config == {"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": False}
+    assert read.mixed_precision == "no"
+    assert bool(read.use_cpu) == (profile.name.startswith("cpu"))
+    assert ("precision: fp16" in path.read_text(encoding="utf-8")) == profile.name.startswith(("t4", "v100"))
     known = {field.name for field in dataclasses.fields(type(read))}
     content = read_profile(path)
     assert content.keys() <= known

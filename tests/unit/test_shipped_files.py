@@ -13,12 +13,9 @@ import pytest
 
 from examples.demo import make_data
 from fsdp_trainer.config import Config
-from fsdp_trainer.launch_profile import check_profile, read_profile
 
 ROOT = Path(__file__).resolve().parents[2]
-PROFILES = sorted((ROOT / "configs" / "accelerate").glob("*.yaml"))
 RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
-WITHOUT_BF16 = ("t4", "v100")
 
 
 def processes_in(name: str) -> int:
@@ -51,24 +48,6 @@ def test_recipe_arithmetic_is_right() -> None:
             assert float(billions) * 16 / int(ranks or 1) == pytest.approx(gigabytes, rel=0.02), path.name
             found += 1
     assert found == len(RECIPES) - 1  # all but the demo
-
-
-@pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
-def test_profile_is_what_its_name_says(path: Path) -> None:
-    from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
-    from accelerate.utils import DistributedType
-
-    profile = load_config_from_file(str(path))
-    assert isinstance(profile, ClusterConfig)
-    device, _, count = path.stem.rpartition("-x")
-    assert profile.num_processes == int(count)
-    assert profile.distributed_type == DistributedType.FSDP
-    assert profile.fsdp_config == {"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": False}
-    assert profile.mixed_precision == "no"
-    assert profile.main_process_port == 0
-    assert bool(profile.use_cpu) == (device == "cpu")
-    check_profile(read_profile(path), Config())
-    assert ("precision: fp16" in path.read_text(encoding="utf-8")) == (device in WITHOUT_BF16)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ def predicted() -> dict[str, tuple[Row, float]]:
 def test_every_published_speed_is_accounted_for_once() -> None:
     data = read_data()
     named = [*data["expressed"], *(id for ids in data["not_expressed"].values() for id in ids)]
-    assert Counter(named) == Counter(list(read_points())) and len(named) == 84
+    assert Counter(named) == Counter(list(read_points())) and len(named) == 89
 
 
 def test_the_order_of_two_rows_of_a_table(predicted: dict[str, tuple[Row, float]]) -> None:
