@@ -16,7 +16,8 @@ import psutil
 from packaging.requirements import Requirement
 
 from fsdp_trainer.cuda_allocator import NAMES
-from fsdp_trainer.memory.hardware import GIB, is_known
+from fsdp_trainer.errors import ConfigError
+from fsdp_trainer.memory.hardware import GIB, card_name
 from fsdp_trainer.memory.machine import machine_bytes, may_have_gpus
 from fsdp_trainer.self_test import run_self_test
 from fsdp_trainer.units import format_bytes
@@ -131,14 +132,12 @@ def _check_gpu(index: int) -> Iterator[Finding]:
     device = torch.cuda.get_device_properties(index)
     free, total = torch.cuda.mem_get_info(index)
     name = f"GPU {index}"
-    known = (
-        ""
-        if is_known(device.name, gib=device.total_memory / GIB)
-        else "not in the catalogue: describe it in a YAML file for `plan` and `simulate`"
-    )
-    yield Finding(
-        name, f"{device.name}, {device.total_memory / GIB:.2f} GiB usable", known, level="note" if known else "good"
-    )
+    found, means = f"{device.name}, {device.total_memory / GIB:.2f} GiB usable", ""
+    try:
+        card_name(device.name, memory_bytes=device.total_memory)
+    except ConfigError:
+        means = "not in the catalogue: describe it in a YAML file for `plan` and `simulate`"
+    yield Finding(name, found, means, level="note" if means else "good")
     if total - free > 0.05 * total:
         taken = f"{(total - free) / GIB:.1f} GiB are taken by other processes"
         yield Finding(name, taken, "a plan counts on an empty card", "end what runs there (`nvidia-smi`)", "note")

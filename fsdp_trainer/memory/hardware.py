@@ -134,11 +134,6 @@ def card_name(device: str, *, memory_bytes: int | None = None) -> str:
     return _find_card(device, written=device, gib=memory_bytes / GIB if memory_bytes else None).name
 
 
-def is_known(name: str, *, gib: float) -> bool:
-    """Return whether the catalogue has a card that torch names so and that has about `gib` GiB."""
-    return any(abs(card.memory_gib - gib) < 0.1 * card.memory_gib for card in _matches(name))
-
-
 def detect() -> Hardware:
     """Describe the CUDA or ROCm GPUs of this machine, or its CPU where it has none.
 
