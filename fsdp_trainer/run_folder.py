@@ -5,7 +5,9 @@ import json
 import math
 import os
 import secrets
+import socket
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,14 +68,33 @@ def check_writable(output_dir: Path) -> None:
             return
 
 
-def write_status(output_dir: Path, *, state: str, exit_code: int, step: int, message: str = "") -> None:
+def write_status(
+    output_dir: Path, *, state: str, exit_code: int, step: int, message: str = "", total_steps: int | None = None
+) -> None:
     """Record how the run stands: running | finished | interrupted | failed, with the exit code it ends with.
 
-    The elastic agent turns every worker's exit code into 1, so whoever started the run reads the code here.
+    The elastic agent turns every worker's exit code into 1, so whoever started the run reads the code here. Beside it
+    stand who runs it and since when: `host`, `pid`, `started` (a time and a step) are of the process that wrote
+    `running` first, whoever writes the end.
     """
-    status = {"state": state, "exit_code": exit_code, "step": step, "message": message}
+    before, now = read_json(output_dir / STATUS) or {}, time.time()
+    here = {"host": socket.gethostname(), "pid": os.getpid()}
+    start = {"started": now if state == "running" else None, "started_step": step, "total_steps": total_steps, **here}
+    # An end that comes before the run began says nothing of one that was here before.
+    if before.get("state") == "running" and (state != "running" or here.items() <= before.items()):
+        start |= {key: before[key] for key in start if before.get(key) is not None}
+    status = {"state": state, "exit_code": exit_code, "step": step, "message": message, **start, "updated": now}
     with writing(output_dir / STATUS):
         write_text_atomically(output_dir / STATUS, json.dumps(status) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object in a file of a run; None where there is none, or none that can be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def write_settings(output_dir: Path, text: str) -> None:

@@ -8,14 +8,15 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 from filelock import FileLock, Timeout
 
 from fsdp_trainer.errors import FolderInUse
-from fsdp_trainer.run_folder import write_text_atomically
+from fsdp_trainer.run_folder import read_json, write_text_atomically
 
 LOCK_FILE, OWNER_FILE = ".lock", ".lock-owner.json"
 _OWNER_SECONDS = 2.0  # between taking the lock and saying so, on a busy machine
@@ -30,7 +31,7 @@ def lock_folder(output_dir: Path, *, log: Callable[[str], None]) -> FileLock:
     output_dir.mkdir(parents=True, exist_ok=True)
     lock, owner = FileLock(output_dir / LOCK_FILE), output_dir / OWNER_FILE
     _acquire(lock)
-    if (before := _read(owner)) is not None:
+    if (before := read_owner(owner.parent)) is not None:
         log(f"took over {output_dir} from a run that did not end by itself: {_describe(before)}")
     write_text_atomically(owner, json.dumps(_this_process()) + "\n")
     return lock
@@ -46,6 +47,43 @@ def refuse_held_folder(output_dir: Path) -> None:
     lock = FileLock(Path(output_dir) / LOCK_FILE)
     _acquire(lock)
     lock.release()
+
+
+def read_owner(output_dir: Path) -> dict[str, Any] | None:
+    """Return host, pid and boot of the process that holds the folder or, after a kill, held it; None where none did."""
+    return read_json(Path(output_dir) / OWNER_FILE)
+
+
+def is_held(output_dir: Path) -> bool:
+    """Return whether some process holds the folder, without making a file or keeping the lock."""
+    try:
+        import fcntl
+
+        with (Path(output_dir) / LOCK_FILE).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back as the file is closed
+    except BlockingIOError:
+        return True
+    except (ImportError, OSError):  # no such lock here; nobody ever took it, or it cannot be looked at
+        return False
+    return False
+
+
+def is_alive(process: Mapping[str, Any], *, since: float) -> bool | None:
+    """Return whether a process (`host`, `pid`, `boot` where known) that was there at `since` still is.
+
+    None where it is another machine's, which nothing here can tell.
+    """
+    pid, boot = process.get("pid"), process.get("boot")
+    if process.get("host") != socket.gethostname() or not isinstance(pid, int):
+        return None
+    if boot is not None and boot != _boot_id():
+        return False
+    try:
+        found = psutil.Process(pid)
+        # A number is given again: a process that began later is another one. Two seconds, for clocks are rounded.
+        return found.status() != psutil.STATUS_ZOMBIE and found.create_time() <= since + 2
+    except psutil.Error:
+        return False
 
 
 def unlock_folder(lock: FileLock) -> None:
@@ -70,7 +108,7 @@ def _acquire(lock: FileLock) -> None:
 def _wait_for_owner(owner: Path) -> dict[str, Any] | None:
     """Return who holds the lock, once that process has written it down; None if it does not."""
     deadline = time.monotonic() + _OWNER_SECONDS
-    while (found := _read(owner)) is None and time.monotonic() < deadline:
+    while (found := read_owner(owner.parent)) is None and time.monotonic() < deadline:
         time.sleep(0.02)
     return found
 
@@ -83,14 +121,6 @@ def _boot_id() -> str | None:
     # Without it a pid from before a restart of the machine would look like one of now.
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text().strip() if path.is_file() else None
-
-
-def _read(owner: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(owner.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _describe(owner: dict[str, Any] | None) -> str:

@@ -151,7 +151,8 @@ def _finetune(
         log_line(f"resumed from {resume_from} at step {progress.step}", is_main=runtime.is_main)
     _check_length(config, total_steps=total_steps, step=progress.step)
     check_disk(run, output_dir=output_dir, step=progress.step, total_steps=total_steps)
-    run_on_main(lambda: open_folder(config, runtime, step=progress.step, prediction=prediction))
+    opened = partial(open_folder, config, runtime, step=progress.step, total_steps=total_steps, prediction=prediction)
+    run_on_main(opened)
     if config.log.trackers:
         settings = _flat(config.to_dict())
         run_on_all(lambda: runtime.accelerator.init_trackers("tracker", config=settings))

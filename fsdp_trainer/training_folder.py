@@ -46,7 +46,9 @@ def hold_folder(output_dir: Path) -> Iterator[None]:
             unlock_folder(lock)
 
 
-def open_folder(config: Config, runtime: Runtime, *, step: int, prediction: Mapping[str, Any] | None = None) -> None:
+def open_folder(
+    config: Config, runtime: Runtime, *, step: int, total_steps: int, prediction: Mapping[str, Any] | None = None
+) -> None:
     """Write the files that say what this run is, and drop metrics of steps after `step`. For rank 0 alone."""
     output_dir = Path(config.output_dir)
     write_settings(output_dir, config.to_yaml())
@@ -54,7 +56,7 @@ def open_folder(config: Config, runtime: Runtime, *, step: int, prediction: Mapp
     if prediction is not None:
         write_json(output_dir, PREDICTION, prediction)
     trim_metrics(output_dir, after_step=step)
-    write_status(output_dir, state="running", exit_code=0, step=step)
+    write_status(output_dir, state="running", exit_code=0, step=step, total_steps=total_steps)
 
 
 def describe_devices(runtime: Runtime) -> dict[str, Any]:

@@ -35,6 +35,15 @@ def format_duration(seconds: float) -> str:
     return f"{hours} h {minutes:02d} min"
 
 
+def format_age(seconds: float) -> str:
+    """Format how long ago something was: now, 42 s ago, 4 min 05 s ago, 2 h 07 min ago, 3 days ago."""
+    if seconds < 1.5:
+        return "now"
+    if seconds < 59.5:
+        return f"{seconds:.0f} s ago"
+    return f"{format_duration(seconds)} ago" if seconds < 2 * 86400 else f"{seconds / 86400:.0f} days ago"
+
+
 def format_number(number: int, noun: str) -> str:
     """Format a count with its noun: 1 rank, 2 ranks, 1,000 ranks."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

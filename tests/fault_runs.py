@@ -23,6 +23,7 @@ from tests.training_runs import read_metrics
 
 # What two equal runs do not share: time, and memory, which is None on CPU.
 UNEQUAL = ("step_seconds", "tokens_per_second", "mfu", "max_allocated_gib", "max_reserved_gib", "num_alloc_retries")
+WHO_AND_WHEN = ("host", "pid", "started", "started_step", "updated")
 
 
 @dataclass(frozen=True)
@@ -174,8 +175,9 @@ def read_seen(folder: Path, rank: int) -> list[Any]:
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """Return status.json."""
-    return json.loads((folder / "status.json").read_text())
+    """Return status.json without what differs between two equal runs: who ran them, and when."""
+    status = json.loads((folder / "status.json").read_text())
+    return {key: value for key, value in status.items() if key not in WHO_AND_WHEN}
 
 
 def comparable_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -100,6 +100,8 @@ PARTS = {
     "resume_rules": "config",
     "run_folder": "base",
     "run_lock": "base",
+    "run_record": "base",
+    "run_metrics": "base",
     "progress": "base",
     "units": "base",
     "errors": "base",
@@ -145,9 +147,10 @@ WITHOUT_TORCH += ("memory.simulation", "memory.ledger", "memory.timing", "memory
 WITHOUT_TORCH += ("memory.planning", "memory.calibration", "memory.import_memory", "cli_import")
 WITHOUT_TORCH += ("memory.plan", "memory.planner", "memory.candidates", "memory.candidate_estimates", "memory.remedies")
 WITHOUT_TORCH += ("optim.schedule", "interop", "interop.gpu_profile")
+WITHOUT_TORCH += ("run_record", "run_metrics", "report.watch_text", "report.runs_text")
 WITHOUT_TORCH += ("memory.host", "memory.quick", "memory.simulation_text", "report")
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "bitsandbytes", "torchao"}
-MAY_PRINT = ("cli", "cli_plan", "cli_import", "progress", "report", "demo")
+MAY_PRINT = ("cli", "cli_plan", "cli_import", "cli_watch", "progress", "report", "demo")
 # simulated.py is the simulated part of the runtime: what it changes, it undoes on exit.
 MAY_PATCH = ("patches", "runtime", "simulated", "memory.trace", "memory.cuda_kernels")
 PATCHED = {"torch", "transformers", "accelerate"}
