@@ -83,10 +83,11 @@ def _check_run(run: Path, *, once: bool) -> None:
         )
     if once:
         near = find_runs([run.parent], depth=1)
+        such = f", such as {_names(near)}" if near else ""
         raise ConfigError(
             "There is no run here.",
             values=f"{run} has no status.json" if run.exists() else f"{run} does not exist",
-            fix=f"give a run's output_dir{f', such as {_names(near)}' if near else ''}; without --once it is waited for",
+            fix=f"give a run's output_dir{such}; without --once it is waited for",
         )
 
 

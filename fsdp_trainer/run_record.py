@@ -162,15 +162,13 @@ def _resident(record: RunRecord) -> int | None:
 
 def find_newest_checkpoint(folder: Path) -> Checkpoint | None:
     """Return the newest checkpoint by its name, which a save gives only to a complete one; its bytes are not read."""
-    found = []
     try:
         with os.scandir(folder / "checkpoints") as entries:
-            for entry in entries:
-                if (match := _STEP_FOLDER.fullmatch(entry.name)) and entry.is_dir():
-                    found.append(Checkpoint(Path(entry.path), int(match[1]), entry.stat().st_mtime))
-    except OSError:  # none yet, or pruned while they were listed
-        pass
-    return max(found, key=lambda checkpoint: checkpoint.step, default=None)
+            steps = [(int(match[1]), entry) for entry in entries if (match := _STEP_FOLDER.fullmatch(entry.name))]
+        step, entry = max(steps, key=lambda found: found[0])
+        return Checkpoint(Path(entry.path), step, entry.stat().st_mtime)
+    except (OSError, ValueError):  # none yet, or pruned while they were listed
+        return None
 
 
 def peak_gib(facts: RunFacts, last: Mapping[str, Any]) -> tuple[float | None, str]:

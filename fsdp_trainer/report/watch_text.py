@@ -19,8 +19,11 @@ from fsdp_trainer.run_record import GIB, RunFacts, RunRecord, peak_gib, usable_g
 from fsdp_trainer.units import format_age, format_bytes, format_duration, format_number
 
 STYLES = {
-    **{"starting": "yellow", "running": "green", "finished": "bold green", "interrupted": "bold yellow"},
-    **{"failed": "bold red", "out of memory": "bold red", "lost": "bold red"},
+    "starting": "yellow",
+    "running": "green",
+    "finished": "bold green",
+    "interrupted": "bold yellow",
+    **dict.fromkeys(("failed", "out of memory", "lost"), "bold red"),
 }
 LOST = "no process of it is left: killed, or the machine went down; the same command goes on from the last checkpoint"
 SCALE = 10  # columns left of a curve

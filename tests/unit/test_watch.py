@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from fsdp_trainer.run_lock import LOCK_FILE, OWNER_FILE, lock_folder, unlock_fol
 from fsdp_trainer.run_metrics import Curve, Metrics, read_last_rows
 from fsdp_trainer.run_record import (
     SILENT_SECONDS,
+    STATES,
     find_newest_checkpoint,
     find_runs,
     measure_disk,
@@ -487,7 +487,12 @@ def test_long_names_do_not_widen_the_table(run: Path) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _plain_terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", "1")
-    return
+
+
+def test_the_page_names_every_state_and_key(run: Path) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "watching.md").read_text(encoding="utf-8")
+    assert [state for state in STATES if f"| `{state}` |" not in page] == []
+    assert [key for key in cli_watch.describe(run) if f"`{key}`" not in page] == []
