@@ -26,6 +26,7 @@ from fsdp_trainer.config import Config
 from fsdp_trainer.config_checks import check_model_path
 from fsdp_trainer.cuda_allocator import use_expandable_segments
 from fsdp_trainer.errors import ConfigError, DistributedError
+from fsdp_trainer.hub import refuse_unreachable_model
 from fsdp_trainer.launch_profile import check_profile, read_profile, write_profile
 from fsdp_trainer.memory.hardware import CPU_RANKS
 from fsdp_trainer.progress import log_error
@@ -171,6 +172,7 @@ def launch(
     count = 1 if machines is None else machines.count
     processes, content = plan_processes(config, profile=profile, processes=processes, machines=count)
     check_model_path(config.model.path)
+    refuse_unreachable_model(config.model.path, tokenizer=config.model.tokenizer, revision=config.model.revision)
     check_trackers(config.log.trackers)
     check_writable(Path(config.output_dir))
     with tempfile.TemporaryDirectory(prefix="fsdp_trainer-") as folder:

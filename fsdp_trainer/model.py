@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from huggingface_hub import constants
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -28,6 +27,7 @@ from fsdp_trainer.custom_code import building_arguments, check_custom_code, one_
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.export_checksums import refuse_damaged_sides
 from fsdp_trainer.gguf_model import local_model
+from fsdp_trainer.hub import refuse_unreachable
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ def load_hf_config(path: str, *, revision: str | None = None, trust_remote_code:
             fix="leave model.revision out, or give the hub id",
         )
     check_model_path(path)
+    refuse_unreachable(path, revision=revision)
     path = local_model(path)
     refuse_damaged_sides(Path(path))
     if trust_remote_code:
@@ -75,12 +76,6 @@ def _explain_config(path: str, error: Exception) -> ConfigError:
         what = "The model's config.json cannot be used."
         fix = "correct config.json, or take it anew from where the model comes from"
         fix += "; a newer Transformers may know the model" if "does not recognize" in reason else ""
-    elif constants.is_offline_mode() or "connect" in reason:
-        what = "The model is no folder here, and the hub cannot be asked for it."
-        offline = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else "no connection to the hub"
-        reason = f"{offline}, and it is not in the cache {constants.HF_HUB_CACHE}"
-        fix = "give the path of a model folder, or let the hub be reached"
-        fix += " (unset HF_HUB_OFFLINE)" if constants.is_offline_mode() else ""
     else:
         what = "The model cannot be had from the hub."
         fix = "correct the hub id or model.revision, log in with `hf auth login` where it is gated, or give a folder"

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from fsdp_trainer.bin_archive import check_archive, check_storages
 from fsdp_trainer.errors import CheckpointError
 from fsdp_trainer.gguf_model import local_model
+from fsdp_trainer.hub import refuse_unreachable
 
 # In the order in which Transformers looks for them (modeling_utils.py, `_get_resolved_checkpoint_files`).
 SAFETENSORS, BIN = "model.safetensors", "pytorch_model.bin"
@@ -64,6 +65,9 @@ def find_folder(path: str, *, revision: str | None = None) -> Path:
     """
     if Path(path).exists():
         return Path(local_model(path))
+    refuse_unreachable(
+        path, revision=revision, files=[name + end for name in (SAFETENSORS, BIN) for end in ("", INDEX)]
+    )
     try:
         for name in (SAFETENSORS, BIN):
             patterns = [name, name + INDEX, f"*{Path(name).suffix}"]

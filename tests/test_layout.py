@@ -103,6 +103,7 @@ PARTS = {
     "resume_rules": "config",
     "run_folder": "base",
     "run_lock": "base",
+    "hub": "base",
     "run_record": "base",
     "run_metrics": "base",
     "progress": "base",
@@ -150,7 +151,7 @@ WITHOUT_TORCH += ("memory.simulation", "memory.recording", "memory.timing", "mem
 WITHOUT_TORCH += ("memory.planning", "memory.calibration", "memory.import_memory", "cli_import")
 WITHOUT_TORCH += ("memory.plan", "memory.planner", "memory.candidates", "memory.candidate_estimates", "memory.remedies")
 WITHOUT_TORCH += ("optim.schedule", "interop", "interop.gpu_profile")
-WITHOUT_TORCH += ("run_record", "run_metrics", "report.watch_text", "report.runs_text")
+WITHOUT_TORCH += ("hub", "run_record", "run_metrics", "report.watch_text", "report.runs_text")
 WITHOUT_TORCH += ("memory.host", "memory.quick", "memory.simulation_text", "report")
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "bitsandbytes", "torchao"}
 MAY_PRINT = ("cli", "cli_plan", "cli_import", "cli_watch", "progress", "report", "demo")

@@ -52,7 +52,7 @@ def test_help_answers_quickly() -> None:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
         assert result.returncode == 0
-        for name in ("train", "export", "simulate", "plan", "verify", "schema"):
+        for name in ("train", "export", "simulate", "plan", "watch", "runs", "verify", "schema"):
             assert name in result.stdout
     assert min(seconds) < 1.0
 

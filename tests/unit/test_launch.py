@@ -222,7 +222,10 @@ def when_ready(folder: Path, act: object, *, times: int = 1) -> threading.Thread
 
 
 def run_config(folder: Path) -> Config:
-    return Config.from_dict({"output_dir": str(folder)})
+    model = folder.with_name("model")  # one that the hub need not be asked for
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text("{}")
+    return Config.from_dict({"output_dir": str(folder), "model": {"path": str(model)}})
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
