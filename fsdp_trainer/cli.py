@@ -172,7 +172,11 @@ def export(
     """Write a checkpoint as a Hugging Face folder: without the training processes, in one process on the CPU."""
     if dtype not in (None, "fp32", "bf16", "fp16"):
         raise ConfigError("This dtype cannot be exported.", values=f"--dtype {dtype}", fix="use fp32, bf16 or fp16")
-    # Imported here: help and errors about settings answer without torch.
+    # Before the import that brings torch: a wrong path is said at once.
+    from fsdp_trainer.export_source import check_new, find_run
+
+    find_run(run)
+    check_new(out)
     from fsdp_trainer.offline_export import export_checkpoint
 
     export_checkpoint(run, out, dtype=dtype)

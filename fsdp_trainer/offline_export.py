@@ -15,14 +15,14 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 
-from fsdp_trainer.checkpoint_manifest import STATE_FILE, Progress, read_state
+from fsdp_trainer.checkpoint_manifest import Progress, read_state
 from fsdp_trainer.checkpoint_search import find_checkpoint, refuse_damage
 from fsdp_trainer.checkpoint_table import TableReader
 from fsdp_trainer.config import Config
 from fsdp_trainer.conversions import plan_export
 from fsdp_trainer.custom_code import digest_of_code, read_custom_code
 from fsdp_trainer.data.chat import read_chat_template
-from fsdp_trainer.errors import CheckpointError, ConfigError, FsdpTrainerError
+from fsdp_trainer.errors import CheckpointError, FsdpTrainerError
 from fsdp_trainer.export import (
     DTYPES,
     MAX_FILE_BYTES,
@@ -41,6 +41,7 @@ from fsdp_trainer.export import (
 )
 from fsdp_trainer.export_checksums import refuse_damaged_weights
 from fsdp_trainer.export_folder import make_empty, replace_folder, unfinished
+from fsdp_trainer.export_source import check_new, find_run
 from fsdp_trainer.loading import plan_loading
 from fsdp_trainer.model import build_meta_model, load_hf_config
 from fsdp_trainer.model_card import format_model_card
@@ -61,7 +62,7 @@ def export_checkpoint(
     own settings and the model it was trained from. CheckpointError or ConfigError for what cannot be read or written.
     """
     checkpoint, config = _find(Path(source))
-    _check_new(out)
+    check_new(out)
     dtype = dtype or config.export.dtype
     hf_config = load_hf_config(
         config.model.path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
@@ -119,31 +120,14 @@ def _check_code(hf_config: Any, config: Config, facts: Mapping[str, Any]) -> Non
 
 def _find(source: Path) -> tuple[Path, Config]:
     """Return the checkpoint and the settings of its run; `source` is either the checkpoint or the run folder."""
-    is_checkpoint = (source / STATE_FILE).is_file() or source.parent.name == "checkpoints"
-    run = source.parent.parent if is_checkpoint else source
-    settings = run / SETTINGS
-    if not settings.is_file():
-        raise ConfigError(
-            "This is no run folder and no checkpoint in one.",
-            values=f"{source}: there is no {settings}",
-            fix="give the output_dir of a run, or one of the folders in its checkpoints/",
-        )
+    run, is_checkpoint = find_run(source)
+    config = Config.load(run / SETTINGS)
     if is_checkpoint:
         refuse_damage(source)
-        return source, Config.load(settings)
+        return source, config
     found = find_checkpoint(run, resume="auto", log=log_line)
-    if found is None:
-        raise CheckpointError(
-            "The run has no complete checkpoint.", values=str(run), fix="train until its first checkpoint is saved"
-        )
-    return found, Config.load(settings)
-
-
-def _check_new(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(
-            "The folder to write exists and is not empty.", values=f"--out {out}", fix="name a new folder, or empty it"
-        )
+    assert found is not None, "there is none that is intact, which it says itself"
+    return found, config
 
 
 class _Reader(TableReader):

@@ -151,6 +151,7 @@ WITHOUT_TORCH += ("memory.simulation", "memory.recording", "memory.timing", "mem
 WITHOUT_TORCH += ("memory.planning", "memory.calibration", "memory.import_memory", "cli_import")
 WITHOUT_TORCH += ("memory.plan", "memory.planner", "memory.candidates", "memory.candidate_estimates", "memory.remedies")
 WITHOUT_TORCH += ("optim.schedule", "interop", "interop.gpu_profile")
+WITHOUT_TORCH += ("export_source", "checkpoint_folder", "checkpoint_manifest")
 WITHOUT_TORCH += ("hub", "run_record", "run_metrics", "report.watch_text", "report.runs_text")
 WITHOUT_TORCH += ("memory.host", "memory.quick", "memory.simulation_text", "report")
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "bitsandbytes", "torchao"}

@@ -3,6 +3,7 @@
 Kept beside the cached rows, so that a run from the cache says the same as the run that built it.
 """
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -171,9 +172,16 @@ def _percentiles(lengths: np.ndarray) -> dict[str, int]:
 def _bars(lengths: np.ndarray) -> tuple[tuple[int, int], ...]:
     if not len(lengths):
         return ()
-    width = max(1, -(-int(lengths.max() + 1) // _BARS))
-    counts = np.bincount(lengths // width)
-    return (*((index * width, int(count)) for index, count in enumerate(counts)), (len(counts) * width, 0))
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    # From the shortest record on, in widths and at borders that a person reads off: 1, 2 or 5 times a power of ten.
+    sizes = (times * 10**power for power in itertools.count() for times in (1, 2, 5))
+    width = next(size for size in sizes if longest // size - shortest // size < _BARS)
+    first = shortest // width
+    counts = np.bincount(lengths // width - first)
+    return (
+        *(((first + index) * width, int(count)) for index, count in enumerate(counts)),
+        ((first + len(counts)) * width, 0),
+    )
 
 
 def _count(number: int, noun: str) -> str:

@@ -84,6 +84,8 @@ def test_only_commands_that_exist_are_listed() -> None:
         "profile",
         "doctor",
         "schema",
+        "watch",
+        "runs",
     }
 
 
@@ -249,3 +251,36 @@ def test_export_refuses_an_unknown_dtype_before_anything_else(tmp_path: Path) ->
     result = command("export", "run", "--out", str(tmp_path / "out"), "--dtype", "int8")
     assert result.returncode == 2
     assert "--dtype int8" in result.stderr and "fp32, bf16 or fp16" in result.stderr
+
+
+EXPORT = """
+import sys
+from fsdp_trainer import cli
+try:
+    cli.main(["export", sys.argv[1], "--out", sys.argv[2]])
+finally:
+    print("torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "out", "said", "code"),
+    [
+        ("nosuch", "new", "nosuch does not exist", 2),
+        ("empty", "new", "there is no empty/config.yaml", 2),
+        ("run", "new", "has no complete checkpoint", 4),
+        ("trained", "full", "exists and is not empty", 2),
+        ("trained/checkpoints/step-00000001", "new", ".metadata is missing", 4),
+    ],
+)
+def test_export_refuses_a_bad_path_without_torch(source: str, out: str, said: str, code: int, tmp_path: Path) -> None:
+    for name in ("empty", "run", "trained/checkpoints/step-00000001", "full"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("run/config.yaml", "trained/config.yaml", "full/file"):
+        (tmp_path / name).write_text("")
+    result = subprocess.run(
+        [sys.executable, "-c", EXPORT, source, out], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stdout) == (code, "False\n"), result.stderr
+    assert said in result.stderr
+    assert not (tmp_path / "new").exists()
