@@ -343,7 +343,7 @@ def doctor(
     from fsdp_trainer.doctor import any_broken, examine, to_json
     from fsdp_trainer.report.findings import format_findings
 
-    findings = examine(folder, self_test=self_test)
+    findings = examine(folder, self_test=self_test, say=log_error)  # not among the findings, which may go to a file
     print(json.dumps(to_json(findings), indent=2) if as_json else format_findings(to_json(findings)["findings"]))
     if any_broken(findings):
         raise typer.Exit(1)

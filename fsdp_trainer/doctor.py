@@ -6,7 +6,7 @@ Each check returns findings and changes nothing; the collectives are tried in pr
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -41,12 +41,25 @@ class Finding:
     level: Level = "good"
 
 
-def examine(folder: Path, *, self_test: bool = True) -> list[Finding]:
-    """Look at this machine for a run in `folder`; the collectives are tried too where `self_test` says so."""
-    findings = [*check_versions(), *check_bitsandbytes(), *check_gpus(), *check_memory(), *check_disk(folder)]
-    findings += [*check_variables(os.environ), *check_accelerate_file(os.environ)]
-    if self_test:
-        findings += check_collectives()
+def examine(folder: Path, *, self_test: bool = True, say: Callable[[str], None] = lambda _: None) -> list[Finding]:
+    """Look at this machine for a run in `folder`; the collectives are tried too where `self_test` says so.
+
+    `say` hears what is looked at next: importing torch and trying the collectives take seconds each.
+    """
+    checks: list[tuple[str, Callable[[], Iterable[Finding]]]] = [
+        ("installed versions", check_versions),
+        ("8-bit kernels (imports torch)", check_bitsandbytes),
+        ("GPUs", check_gpus),
+        ("host RAM and shared memory", check_memory),
+        ("disk", lambda: check_disk(folder)),
+        ("environment variables", lambda: check_variables(os.environ)),
+        ("Accelerate's default file", lambda: check_accelerate_file(os.environ)),
+        *([("collectives (starts two or more ranks)", check_collectives)] if self_test else []),
+    ]
+    findings = []
+    for name, check in checks:
+        say(f"looking at {name} ...")
+        findings += check()
     return findings
 
 

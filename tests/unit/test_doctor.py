@@ -31,6 +31,8 @@ def test_the_command_on_this_machine(tmp_path: Path) -> None:
     assert by_name["collectives"]["found"].startswith(("2 ranks over", "3", "4", "8"))
     assert {"torch", "8-bit kernels", "host RAM", "disk"} <= by_name.keys()
     assert not (tmp_path / "new").exists()
+    said = [line.split()[2] for line in ended.stderr.splitlines() if line.startswith("looking at ")]
+    assert said == ["installed", "8-bit", "GPUs", "host", "disk", "environment", "Accelerate's", "collectives"]
 
 
 def test_ranks_that_cannot_join_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
