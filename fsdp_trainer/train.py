@@ -115,11 +115,13 @@ def _plan(config: Config) -> tuple[Config, dict[str, Any]]:
     from fsdp_trainer.agreement import run_on_main
     from fsdp_trainer.memory.planning import plan_for_ranks
     from fsdp_trainer.runtime import join_process_group
+    from fsdp_trainer.training_data import check_inputs
 
     on_cpu = join_process_group(timeout_minutes=config.train.timeout_minutes)
     ranks, local = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
 
     def decide() -> tuple[dict[str, Any], dict[str, Any]]:
+        check_inputs(config)  # a plan needs neither weights nor data, and may take minutes
         log_line("planning for this machine ...")
         plan = plan_for_ranks(config, ranks=ranks, ranks_per_node=local, on_cpu=on_cpu)
         if plan.chosen is None:

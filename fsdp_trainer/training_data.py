@@ -21,12 +21,14 @@ from fsdp_trainer.data.loader import Window, iterate_windows, steps_per_epoch
 from fsdp_trainer.data.prepare import prepare_rows
 from fsdp_trainer.data.report import DataReport
 from fsdp_trainer.data.rows import Rows
+from fsdp_trainer.data.sources import resolve_paths
 from fsdp_trainer.data.streaming import RowStream, build_stream, first_rows, stream_digest, stream_windows
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.export_checksums import refuse_damaged_sides
 from fsdp_trainer.gguf_model import local_model
 from fsdp_trainer.model import check_longest_document, load_hf_config
 from fsdp_trainer.progress import show_progress
+from fsdp_trainer.weight_files import find_folder, open_weights
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,15 @@ class TrainingData:
         for index in range(min(samples, self.train.n_rows)):
             yield f"row {index} (what is trained on is marked):"
             yield format_sample(self.train, index, tokenizer=self.tokenizer, colour=colour)
+
+
+def check_inputs(config: Config) -> None:
+    """Refuse a run whose weights or data files are not there; headers and names are read, nothing else."""
+    if config.model.init == "pretrained" and Path(config.model.path).exists():
+        open_weights(find_folder(config.model.path))
+    for named in (config.data.train, evaluation_source(config.data)):
+        if named is not None:
+            resolve_paths(named)
 
 
 def load_training_data(

@@ -115,6 +115,38 @@ def refused_at_once(settings: dict[str, Any], tmp_path: Path, **changes: Any) ->
     return str(caught.value)
 
 
+def plan_and_train(settings: dict[str, Any], folders: list[dict[str, Any]]) -> list[tuple[int, str]]:
+    """Start with --plan auto, with each of the changes; return exit codes and messages. No plan may be begun."""
+    from fsdp_trainer.memory import planning
+
+    def begun(*_: Any, **__: Any) -> None:
+        raise AssertionError("it plans")
+
+    planning.plan_for_ranks = begun
+    main, told = fault_runs._load_main(), []
+    for changes in folders:
+        output = Path(settings["output_dir"])
+        file = output.with_name("auto.yaml")
+        file.write_text(json.dumps(settings | {key: {**settings[key], **value} for key, value in changes.items()}))
+        told.append((main(["--plan", "auto", "--config", str(file)]), fault_runs.read_status(output)["message"]))
+    return told
+
+
+def test_a_plan_is_not_begun_for_weights_or_data_that_are_missing(model_folder: ModelFolder, tmp_path: Path) -> None:
+    empty = tmp_path / "no-weights"
+    empty.mkdir()
+    (empty / "config.json").write_text((Path(model_folder("llama")) / "config.json").read_text())
+    changes = [
+        {"data": {"train": "nosuch.jsonl"}},
+        {"data": {"eval": "nosuch.jsonl"}, "eval": {"at_end": True}},
+        {"model": {"path": str(empty)}},
+    ]
+    told = run_ranks(plan_and_train, 1, tiny(model_folder("llama"), tmp_path), changes)[0]
+    assert [code for code, _ in told] == [3, 3, 4]
+    assert all("the data file does not exist" in message for _, message in told[:2])
+    assert "The model folder holds no weights." in told[2][1]
+
+
 def missing_tracker() -> str:
     from importlib.util import find_spec
 
