@@ -154,12 +154,13 @@ class ModelShape:
 MOST_LAYERS = 10_000
 
 
-def read_model_shape(source: str | Path | Mapping[str, Any]) -> ModelShape:
+def read_model_shape(source: str | Path | Mapping[str, Any], *, revision: str | None = None) -> ModelShape:
     """Read a config.json: a folder with one, the file itself, a hub id whose config is in the local cache, or a dict.
 
+    `revision` is a hub id's branch, tag or commit, None for its main branch.
     Raises ConfigError for what cannot be read and for families whose parameters are not known here.
     """
-    config = dict(source) if isinstance(source, Mapping) else _read_json(str(source))
+    config = dict(source) if isinstance(source, Mapping) else _read_json(str(source), revision=revision)
     family = str(config.get("model_type"))
     if family not in FAMILIES:
         raise ConfigError(
@@ -177,7 +178,7 @@ def read_model_shape(source: str | Path | Mapping[str, Any]) -> ModelShape:
         ) from error
 
 
-def _read_json(path: str) -> dict[str, Any]:
+def _read_json(path: str, *, revision: str | None) -> dict[str, Any]:
     file = Path(path)
     if file.suffix == ".gguf" or (any(file.glob("*.gguf")) and not (file / "config.json").exists()):
         raise ConfigError(
@@ -187,7 +188,7 @@ def _read_json(path: str) -> dict[str, Any]:
         )
     file = file / "config.json" if file.is_dir() else file
     if not file.is_file():
-        file = _cached(path) or file
+        file = _cached(path, revision=revision) or file
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -201,13 +202,13 @@ def _read_json(path: str) -> dict[str, Any]:
     return config
 
 
-def _cached(repository: str) -> Path | None:
-    """Return the config.json of a hub repository where the local cache has it; nothing is downloaded."""
+def _cached(repository: str, *, revision: str | None) -> Path | None:
+    """Return the config.json of a hub repository at `revision` where the local cache has it; nothing is downloaded."""
     from huggingface_hub import try_to_load_from_cache  # here: only for a hub id
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(repository, "config.json")
+        found = try_to_load_from_cache(repository, "config.json", revision=revision)
     except HFValidationError:
         return None
     return Path(found) if isinstance(found, str) else None
@@ -223,18 +224,43 @@ def _first(config: Mapping[str, Any], *names: str, default: Any = None) -> Any:
     return default
 
 
+def _size(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+    """The size of the first name that is there and not null; ConfigError for what is no whole number above 0."""
+    name = next((name for name in names if config.get(name) is not None), names[0])
+    value = _first(config, *names, default=default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise _impossible(f"{name}: {value!r}", "it is no whole number above 0")
+    return value
+
+
+def _impossible(values: str, why: str) -> ConfigError:
+    return ConfigError(
+        "The model's config.json describes no model.",
+        values=f"{values}; {why}",
+        fix="give the config.json that belongs to the weights",
+    )
+
+
 def _shape(config: Mapping[str, Any], family: str) -> ModelShape:
     rules = FAMILIES[family]
 
     def says(rule: bool | str) -> bool:
         return rule if isinstance(rule, bool) else bool(config.get(rule, (family, rule) in _TRUE_BY_DEFAULT))
 
-    hidden = int(_first(config, "hidden_size", "n_embd"))
-    heads = int(_first(config, "num_attention_heads", "n_head"))
-    layers = int(_first(config, "num_hidden_layers", "n_layer"))
+    hidden = _size(config, "hidden_size", "n_embd")
+    heads = _size(config, "num_attention_heads", "n_head")
+    layers = _size(config, "num_hidden_layers", "n_layer")
+    if layers > MOST_LAYERS:  # each is worked out on its own
+        raise _impossible(f"num_hidden_layers: {layers:,}", f"no model has more than {MOST_LAYERS:,}")
+    if _first(config, "head_dim", default=rules.head_dim or 0) == 0 and hidden % heads:
+        raise _impossible(f"hidden_size: {hidden}, num_attention_heads: {heads}", "the heads do not divide the size")
+    kv_heads = _size(config, "num_key_value_heads", default=heads) if rules.grouped else heads
+    if heads % kv_heads:
+        both = f"num_attention_heads: {heads}, num_key_value_heads: {kv_heads}"
+        raise _impossible(both, "query heads share key heads evenly")
     position_rows = 0
     if rules.learned_positions is not None:
-        position_rows = int(_first(config, "n_positions", "max_position_embeddings")) + rules.learned_positions
+        position_rows = _size(config, "n_positions", "max_position_embeddings") + rules.learned_positions
     only_known = {"word_embed_proj_dim": hidden, "use_qk_norm": False, "qk_layernorm": False}
     only_known["use_parallel_residual"] = rules.shared_input
     for key, only in only_known.items():
@@ -242,15 +268,15 @@ def _shape(config: Mapping[str, Any], family: str) -> ModelShape:
             raise ValueError(f"{key}: {config[key]} is not known here")
     experts = _experts(config, rules)
     window = _window(config, rules)
-    shape = ModelShape(
+    return ModelShape(
         family=family,
         hidden=hidden,
         layers=layers,
         heads=heads,
-        kv_heads=int(_first(config, "num_key_value_heads", default=heads)) if rules.grouped else heads,
-        head_dim=int(_first(config, "head_dim", default=rules.head_dim or hidden // heads)),
-        ffn=int(_first(config, rules.ffn, default=4 * hidden)),
-        vocab=int(config["vocab_size"]),
+        kv_heads=kv_heads,
+        head_dim=_size(config, "head_dim", default=rules.head_dim or hidden // heads),
+        ffn=_size(config, rules.ffn, default=4 * hidden),
+        vocab=_size(config, "vocab_size"),
         tied=bool(config.get("tie_word_embeddings", rules.tied)),
         qkv_bias=says(rules.qkv_bias),
         out_bias=says(rules.out_bias),
@@ -265,12 +291,6 @@ def _shape(config: Mapping[str, Any], family: str) -> ModelShape:
         window=window,
         windowed_layers=_windowed_layers(config, rules, layers) if window else 0,
     )
-    for name in ("hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "vocab"):
-        if getattr(shape, name) < 1:
-            raise ValueError(f"{name}: {getattr(shape, name)} is no size")
-    if shape.layers > MOST_LAYERS:  # each is worked out on its own
-        raise ValueError(f"layers: {shape.layers:,} are more than any model has")
-    return shape
 
 
 # Where config.json says nothing of the window (Transformers' configuration files); elsewhere silence means none.
@@ -298,14 +318,14 @@ def _windowed_layers(config: Mapping[str, Any], rules: Family, layers: int) -> i
 
 
 def _experts(config: Mapping[str, Any], rules: Family) -> Experts | None:
-    count = config.get("num_local_experts") or config.get("num_experts")
-    if not count:
+    count = next((name for name in ("num_local_experts", "num_experts") if config.get(name)), None)
+    if count is None:
         return None
     shared = int(config.get("shared_expert_intermediate_size") or 0)
     return Experts(
-        count=int(count),
-        per_token=int(_first(config, "num_experts_per_tok")),
-        ffn=int(_first(config, rules.expert_ffn)),
+        count=_size(config, count),
+        per_token=_size(config, "num_experts_per_tok"),
+        ffn=_size(config, rules.expert_ffn),
         shared_ffn=shared,
         shared_gate=shared > 0,
     )

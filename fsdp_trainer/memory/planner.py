@@ -14,6 +14,7 @@ from typing import Any
 
 from fsdp_trainer.config import Config, ModelConfig
 from fsdp_trainer.errors import FsdpTrainerError
+from fsdp_trainer.hub import refuse_unreachable
 from fsdp_trainer.memory.candidate_estimates import (
     CLOSED_FORM_SHARE,
     HOST_SYSTEM_BYTES,
@@ -143,6 +144,7 @@ def _find_config(model: ModelConfig) -> str:
     """Return where the model's config.json is: from a hub id it is fetched once, a few kB."""
     if Path(model.path).exists() or model.path.count("/") > 1:
         return model.path
+    refuse_unreachable(model.path, revision=model.revision)
     from huggingface_hub import hf_hub_download  # here: only for a hub id
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -196,7 +196,7 @@ def _read(config: Config, hardware: Hardware, *, shape: ModelShape | None = None
             fix="leave out --quick: the full simulation freezes them as a run does",
         )
     check_precision(config.precision, hardware)
-    shape = shape or read_model_shape(config.model.path)
+    shape = shape or read_model_shape(config.model.path, revision=config.model.revision)
     if (extra := FAMILIES[shape.family].learned_positions) is not None:
         check_learned_positions(config.data.seq_len, limit=shape.position_rows - extra)
     capability = None if hardware.is_cpu else hardware.capability

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -12,8 +13,11 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from fsdp_trainer.config import ModelConfig
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.hub import refuse_unreachable, refuse_unreachable_model
+from fsdp_trainer.memory.estimate_model import read_model_shape
+from fsdp_trainer.memory.planner import find_shape
 from tests.e2e.commands import environment, executable
 
 
@@ -33,12 +37,11 @@ def cache(tmp_path: Path, nobody: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def put_in_cache(cache: Path, repository: str, name: str) -> None:
-    folder = cache / f"models--{repository.replace('/', '--')}"
-    (folder / "refs").mkdir(parents=True)
-    (folder / "refs" / "main").write_text("0" * 40)
-    (folder / "snapshots" / ("0" * 40)).mkdir(parents=True)
-    (folder / "snapshots" / ("0" * 40) / name).write_text("{}")
+def put_in_cache(cache: Path, repository: str, name: str, *, revision: str = "main", text: str = "{}") -> None:
+    folder, commit = cache / f"models--{repository.replace('/', '--')}", revision.encode().hex().ljust(40, "0")
+    for path, content in ((folder / "refs" / revision, commit), (folder / "snapshots" / commit / name, text)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
 
 
 def test_a_hub_that_does_not_answer_is_named(cache: Path, nobody: str) -> None:
@@ -58,6 +61,22 @@ def test_what_is_here_or_in_the_cache_needs_no_hub(cache: Path, tmp_path: Path) 
         refuse_unreachable("some-owner/some-model", files=["model.safetensors"])
     with pytest.raises(ConfigError, match=r"The tokenizer is no folder.*\n.*model\.tokenizer: a/b"):
         refuse_unreachable_model("some-owner/some-model", tokenizer="a/b", revision=None)
+
+
+def test_the_closed_form_reads_the_revision_that_is_asked_for(cache: Path) -> None:
+    sizes = {"vocab_size": 90, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+    for revision, hidden in (("main", 48), ("wide", 96)):
+        text = json.dumps({"model_type": "llama", **sizes, "hidden_size": hidden})
+        put_in_cache(cache, "some-owner/some-model", "config.json", revision=revision, text=text)
+    assert read_model_shape("some-owner/some-model").hidden == 48
+    assert read_model_shape("some-owner/some-model", revision="wide").hidden == 96
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_model_shape("some-owner/some-model", revision="none")
+
+
+def test_a_plan_without_a_hub_is_refused_at_once(cache: Path) -> None:
+    with pytest.raises(ConfigError, match="the hub cannot be asked for it"):
+        find_shape(ModelConfig(path="some-owner/some-model"))
 
 
 def test_a_start_without_a_hub_is_refused_in_seconds(tmp_path: Path, nobody: str) -> None:
