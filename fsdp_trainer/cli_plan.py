@@ -21,6 +21,13 @@ FLAGS = (
 )
 
 
+def _named_folder(text: str) -> Path:
+    """The folder of a flag; an empty word, from a variable that was not set, would be the one the user is in."""
+    if not text.strip():
+        raise ConfigError("No folder is named.", values=f"--write {text!r}", fix="name one, or . for this one")
+    return Path(text)
+
+
 def plan(
     context: typer.Context,
     gpus: Annotated[
@@ -40,7 +47,8 @@ def plan(
     quick: Annotated[bool, typer.Option("--quick", help="By the closed form alone, in 2 seconds.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     write: Annotated[
-        Path | None, typer.Option(help="Leave run.yaml, accelerate.yaml and plan.json in DIR.", metavar="DIR")
+        Path | None,
+        typer.Option(help="Leave run.yaml, accelerate.yaml and plan.json in DIR.", metavar="DIR", parser=_named_folder),
     ] = None,
     picture: Annotated[
         Path | None, typer.Option(help="Draw the memory of the best one over time (.png, .svg, .pdf).", metavar="FILE")

@@ -10,6 +10,8 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
@@ -41,7 +43,7 @@ def simulate(config: Config, hardware: Hardware | str, *, expandable_segments: b
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "answer"
         done = subprocess.run(
-            [sys.executable, "-c", _CODE],
+            [sys.executable, "-c", _CODE, str(os.getpid())],
             input=pickle.dumps((config.to_dict(), described, expandable_segments, str(path))),
             env=child_environment(os.environ),
             capture_output=True,
@@ -73,8 +75,23 @@ def child_environment(given: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
+def end_with_parent(parent: int) -> None:
+    """Have this process end at once when the process `parent` that started it is gone, however that went.
+
+    A signal may leave the parent no time to end it, and a simulation goes on for seconds.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.2)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def answer() -> None:
     """Read a question from standard input, simulate, and leave the answer in the file it names: the child's part."""
+    end_with_parent(int(sys.argv[1]))
     settings, hardware, expandable_segments, path = pickle.load(sys.stdin.buffer)
     from fsdp_trainer.memory.simulate import simulate as simulate_here  # imports torch
 

@@ -19,7 +19,7 @@ from fsdp_trainer.errors import FsdpTrainerError
 from fsdp_trainer.memory.hardware import Hardware
 from fsdp_trainer.memory.simulation import Simulation
 from fsdp_trainer.memory.simulation_cache import find_simulation, simulate_cached
-from fsdp_trainer.memory.simulation_process import child_environment
+from fsdp_trainer.memory.simulation_process import child_environment, end_with_parent
 
 Answer = Simulation | FsdpTrainerError
 Ask = Callable[[Sequence[Config], Hardware], list[Answer]]
@@ -71,7 +71,7 @@ class _Worker:
     def __init__(self) -> None:
         reader, writer = os.pipe()  # standard output is for whatever libraries print
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _CODE, str(writer)],
+            [sys.executable, "-c", _CODE, str(writer), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -111,6 +111,7 @@ class _Worker:
 
 def serve() -> None:
     """Answer questions from standard input until it ends: the child's part. What fails is told as text."""
+    end_with_parent(int(sys.argv[2]))
     with os.fdopen(int(sys.argv[1]), "wb") as answers:
         while (question := _next_question()) is not None:
             found: Answer | str

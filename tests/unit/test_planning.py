@@ -143,6 +143,7 @@ def test_nothing_fits_is_exit_code_2_and_writes_nothing(tmp_path: Path) -> None:
         (["--model.path=m", "--gpus=2xRTX4090", "--batch.global_batch_size=7"], ["7 = 1 x accumulation x 2"]),
         (["--model.path=m", "--gpus=2xRTX4090", "--calibrate=nosuch"], ["no run", "nosuch"]),
         (["--model.path=m", "--gpus=2xRTX4090", "--write=a_file"], ["--write", "a_file is a file"]),
+        (["--model.path=m", "--gpus=2xRTX4090", "--write="], ["--write ''", "or . for this one"]),
         (["--model.path=m", "--gpus=2xRTX4090", "--picture=a_file/m.png"], ["--picture", "a_file is a file"]),
         (["--model.path=m", "--gpus=8xT4", "--optim.implementation=foreach"], ["precision: 'fp16'", "fused"]),
         (["--model.path=m", "--gpus=2xRTX4090", "--picture=memory.xyz"], ["memory.xyz", ".png"]),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from fsdp_trainer.config import Config
@@ -44,3 +46,33 @@ def test_an_interrupt_does_not_wait_for_answers(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(KeyboardInterrupt), simulation_workers() as ask:
         ask([config, config], parse_gpus("2xRTX4090"))
     assert time.monotonic() - began < 10
+
+
+PLAN = """
+import sys
+from fsdp_trainer.config import Config
+from fsdp_trainer.memory.hardware import parse_gpus
+from fsdp_trainer.memory.simulation_workers import simulation_workers
+config = Config.from_dict({"model": {"path": sys.argv[1]}})
+with simulation_workers() as ask:
+    ask([config], parse_gpus("2xRTX4090"))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_processes_end_with_the_one_that_asks(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asking = subprocess.Popen([sys.executable, "-c", PLAN, str(MODEL)])
+    children: list[psutil.Process] = []
+    deadline = time.monotonic() + 30
+    while not children and time.monotonic() < deadline:
+        time.sleep(0.05)
+        children = psutil.Process(asking.pid).children()
+    time.sleep(1.0)  # it is importing torch by now
+    assert children and children[0].is_running()
+    asking.send_signal(number)
+    assert asking.wait() == -number
+    _, left = psutil.wait_procs(children, timeout=5)
+    assert left == []
