@@ -25,7 +25,7 @@ import psutil
 from fsdp_trainer.config import Config
 from fsdp_trainer.config_checks import check_model_path
 from fsdp_trainer.cuda_allocator import use_expandable_segments
-from fsdp_trainer.errors import ConfigError, DistributedError
+from fsdp_trainer.errors import ConfigError, DistributedError, Interrupted
 from fsdp_trainer.hub import refuse_unreachable_model
 from fsdp_trainer.launch_profile import check_profile, read_profile, write_profile
 from fsdp_trainer.memory.hardware import CPU_RANKS
@@ -196,7 +196,8 @@ def launch(
     written, message = read_status(status) if _modified(status) != before else (None, "")
     if not message and code > 128 and stopped_by is None:
         message = _describe_death(code - 128)
-    if message and (processes > 1 or not written):  # said again: other ranks may have had something to say after it
+    said_once = processes == 1 or written == Interrupted.exit_code
+    if message and not (written and said_once):  # said again: other ranks may have had something to say after it
         (on_line or log_error)(f"error: {message}")
     if written:
         return written

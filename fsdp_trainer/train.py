@@ -58,8 +58,9 @@ def main(words: list[str] | None = None) -> int:
 
         _finetune(config, settings_file=known.config, plans=known.plan is not None)
     except FsdpTrainerError as error:
-        prefix = f"[rank {rank}] " if world_size != "1" else ""
-        if not error.heard or _speaks_for_its_machine(world_size):
+        stopped = isinstance(error, Interrupted)  # agreed by all ranks, so it is the run's word and said once
+        prefix = f"[rank {rank}] " if world_size != "1" and not stopped else ""
+        if (rank == "0" if stopped else not error.heard) or _speaks_for_its_machine(world_size):
             log_error(f"{prefix}error: {error}")
         tell_agent(str(error), secondary=_is_secondary(error))
         return error.exit_code

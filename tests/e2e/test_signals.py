@@ -224,11 +224,12 @@ def strike(command: list[str], output: Path, send: Callable[[int], None]) -> int
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_ctrl_c_through_the_command(model_folder: Folder, tmp_path: Path) -> None:
+def test_ctrl_c_through_the_command(model_folder: Folder, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     quiet, struck = (long_run(model_folder("gpt2_dropout"), tmp_path, name) for name in ("quiet", "struck"))
     command = [executable("fsdp-trainer"), "train", "--config", write_settings(struck, tmp_path), "--processes", "2"]
     # What a terminal does: the signal goes to the command's group, which its children are not in.
     assert strike(command, tmp_path / "struck", lambda pid: os.killpg(pid, signal.SIGINT)) == 75
+    assert capfd.readouterr().err.count("Stopped on SIGINT") == 1, "two ranks and the command agree on it"
     step = read_status(tmp_path / "struck")["step"]
 
     again = run_command(command, cwd=tmp_path)

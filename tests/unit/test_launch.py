@@ -296,6 +296,12 @@ def test_exit_code_and_message_of_the_run_folder(
     (tmp_path / "status.json").unlink()
     assert launch(run_config(tmp_path), arguments=[], processes=1) == 5
     assert capfd.readouterr().err == "", "a rank that is alone has just said it"
+    (tmp_path / "status.json").unlink()
+    stopped = {**status, "state": "interrupted", "exit_code": 75, "message": "Stopped on SIGINT"}
+    text = json.dumps(stopped)
+    end_with(monkeypatch, f"import pathlib, sys; pathlib.Path({path!r}).write_text({text!r}); sys.exit(1)")
+    assert launch(run_config(tmp_path), arguments=[], processes=2) == 75
+    assert capfd.readouterr().err == "", "rank 0 has just said it for all"
 
 
 def test_a_status_of_an_earlier_run_says_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
