@@ -50,6 +50,7 @@ from fsdp_trainer.progress import log_line
 from fsdp_trainer.resume_rules import CODE
 from fsdp_trainer.run_folder import SETTINGS
 from fsdp_trainer.training_data import load_generation_config, load_tokenizer
+from fsdp_trainer.units import format_bytes
 from fsdp_trainer.weight_files import BLOCK_BYTES, find_folder
 
 
@@ -103,7 +104,7 @@ def export_checkpoint(
     for line in rounding.describe(dtype):
         log_line(line)
     size = total_bytes(plan)
-    log_line(f"model: {out} ({size / 2**30:.2f} GiB, {dtype}), step {progress.step} of {checkpoint}")
+    log_line(f"model: {out} ({format_bytes(size)}, {dtype}), step {progress.step} of {checkpoint}")
     return ExportedModel(out, DTYPES[dtype], tuple(plan), size)
 
 

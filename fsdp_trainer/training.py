@@ -312,7 +312,7 @@ def _log_step(run: Run, session: _Session, row: Mapping[str, Any], *, skipped: b
     log_line(
         f"step {row['step']}/{session.total_steps}  loss {row['loss']:.4f}  grad_norm {row['grad_norm']:.3f}  "
         f"lr {row['lr']:.2e}  {row['step_seconds']:.2f} s  {row['tokens_per_second']:,.0f} tokens/s"
-        + (f"  {memory:.1f} GiB" if memory is not None else "")
+        + (f"  {format_bytes(memory * 2**30)}" if memory is not None else "")
         + ("  skipped: not finite" if skipped else ""),
         is_main=run.runtime.is_main,
     )

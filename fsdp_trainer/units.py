@@ -5,9 +5,12 @@ Only text comes out of here; arithmetic stays in plain bytes, tokens and seconds
 
 
 def format_bytes(size: float) -> str:
-    """Format bytes in binary units, as memory is sold: 1.5 GiB is 1.5 * 2**30 bytes."""
+    """Format bytes in binary units, as memory is sold: 1.5 GiB is 1.5 * 2**30 bytes.
+
+    Everything that a person reads as a size of memory or of files goes through here; JSON has GiB under `_gib`.
+    """
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
+        if abs(size) < (1024 if unit == "B" else 1023.95):  # which would be written 1024.0
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
@@ -41,7 +44,7 @@ def format_age(seconds: float) -> str:
         return "now"
     if seconds < 59.5:
         return f"{seconds:.0f} s ago"
-    return f"{format_duration(seconds)} ago" if seconds < 2 * 86400 else f"{seconds / 86400:.0f} days ago"
+    return f"{format_duration(round(seconds))} ago" if seconds < 2 * 86400 else f"{seconds / 86400:.0f} days ago"
 
 
 def format_number(number: int, noun: str) -> str:

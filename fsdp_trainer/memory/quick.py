@@ -3,7 +3,7 @@
 What has no closed form is null: what the allocator reserves and the smallest capacity it survives in.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -85,21 +85,23 @@ def quick_timeline(config: Config, hardware: Hardware) -> Timeline:
 def format_quick(result: dict[str, Any]) -> str:
     """Return the answer as a person reads it."""
     verdict = {True: "fits", False: "does not fit", None: "too close for the closed form: leave out --quick"}
-    parts = [f"{name.replace('_', ' ')} {size:.2f}" for name, size in result["breakdown"].items() if size >= 0.005]
+    least = 0.0005 * result["allocated_gib"]  # less is no part of a picture of it
+    parts = [(name.replace("_", " "), size) for name, size in result["breakdown"].items() if size > least]
     lines = [
         f"{result['config']['model']['path']}: {format_count(result['parameters'])} parameters on {result['gpus']} "
         "(closed form, an estimate)",
-        f"allocated {result['allocated_gib']:.2f} GiB a rank at the peak, in {result['peak_phase']}; "
-        f"{result['limit']:.2f} GiB can be: {verdict[result['fits']]}",
-        "phases: "
-        + ", ".join(f"{name} {size:.2f}" for name, size in result["phases"].items() if size is not None)
-        + " GiB",
-        "at the peak: " + (", ".join(parts) + " GiB" if parts else "less than 0.01 GiB of each"),
-        "host, a node: "
-        + ", ".join(f"{name} {format_bytes(size * GIB)}" for name, size in result["host_node_gib"].items()),
+        f"allocated {format_bytes(result['allocated_gib'] * GIB)} a rank at the peak, in {result['peak_phase']}; "
+        f"{format_bytes(result['limit'] * GIB)} can be: {verdict[result['fits']]}",
+        f"phases: {_listed(entry for entry in result['phases'].items() if entry[1] is not None)}",
+        f"at the peak: {_listed(parts)}",
+        f"host, a node: {_listed(result['host_node_gib'].items())}",
         *format_step_time(result),
     ]
     return "\n".join(lines)
+
+
+def _listed(sizes: Iterable[tuple[str, float]]) -> str:
+    return ", ".join(f"{name} {format_bytes(gib * GIB)}" for name, gib in sizes)
 
 
 def step_settings(config: Config, shape: ModelShape, *, ranks: int, capability: float | None) -> StepSettings:

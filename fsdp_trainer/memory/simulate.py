@@ -60,6 +60,7 @@ def summarize(trace: Trace, config: Config, hardware: Hardware, *, expandable_se
         config=config.to_dict(),
         ledger=trace.device,
         timeline=trace.device.outline,
+        gpus=str(hardware),
     )
 
 

@@ -8,6 +8,7 @@ from fsdp_trainer.config import Config
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.memory.hardware import Hardware
 from fsdp_trainer.memory.recording import PHASES, Recording
+from fsdp_trainer.memory.simulation_text import format_simulation
 from fsdp_trainer.memory.timing import StepTime, time_json
 
 GIB = 2**30
@@ -54,6 +55,11 @@ class Simulation:
     config: Mapping[str, Any]
     ledger: Recording | None = field(default=None, repr=False, compare=False)
     timeline: Sequence[tuple[int, str, Mapping[str, int]]] = field(default=(), repr=False, compare=False)
+    gpus: str = field(default="", compare=False)  # as a person writes them, such as 8xH100-80GB
+
+    def __str__(self) -> str:
+        on_cpu = self.gpus.endswith("CPU")
+        return format_simulation(self.to_json(), gpus=self.gpus or str(self.config["model"]["path"]), on_cpu=on_cpu)
 
     @property
     def step_seconds(self) -> float | None:

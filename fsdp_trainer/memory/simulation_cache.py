@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.config import Config, ModelConfig
+from fsdp_trainer.hub import refuse_unreachable
 from fsdp_trainer.memory.hardware import Hardware
 from fsdp_trainer.memory.simulation import Simulation, check_known
 from fsdp_trainer.memory.timing import StepTime
 
 _SIZES = ("allocated", "reserved", "min_capacity", "host", "limit")
-_KEPT = {field.name for field in fields(Simulation)} - {"ledger", "config"}
+_KEPT = {field.name for field in fields(Simulation)} - {"ledger", "config", "gpus"}
 _TIMES = {field.name for field in fields(StepTime)}
 _LIBRARIES = ("torch", "transformers", "accelerate")
 # Settings that change neither what is held nor for how long; a path's content is in the model's config.
@@ -54,7 +55,7 @@ def find_simulation(
     found = _read(_place(config, hardware, expandable_segments, folder))
     if found is None:
         return None
-    found["config"] = config.to_dict()
+    found |= {"config": config.to_dict(), "gpus": str(hardware)}
     found["step_time"] = StepTime(**found["step_time"]) if found["step_time"] else None
     return Simulation(**found)
 
@@ -96,6 +97,7 @@ def _model_content(model: ModelConfig) -> dict[str, str]:
         packed = [folder] if folder.is_file() else sorted(folder.iterdir())
         return {path.name: f"{path.stat().st_size} {path.stat().st_mtime_ns}" for path in packed}
     if not folder.is_dir():
+        refuse_unreachable(model.path, revision=model.revision)
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -3,24 +3,31 @@
 from collections.abc import Mapping
 from typing import Any
 
+from fsdp_trainer.units import format_bytes
+
 
 def format_simulation(result: Mapping[str, Any], *, gpus: str, on_cpu: bool = False) -> str:
     """Format what `simulate --json` gives: the verdict, the peak by category, and the phases."""
     verdict = "fits" if result["fits"] else "does not fit"
-    needed, limit = result["min_capacity_gib"], result["limit"]
+    needed, limit = _size(result["min_capacity_gib"]), _size(result["limit"])
     place = "of RAM for each process" if on_cpu else "for torch on each GPU"
     lines = [
-        f"{gpus}: {verdict}: {needed:.2f} GiB needed of {limit:.2f} GiB {place}",
-        f"allocated {result['allocated_gib']:.2f} GiB, reserved {result['reserved_gib']:.2f} GiB; host "
-        f"{result['host_gib']:.2f} GiB a rank",
+        f"{gpus}: {verdict}: {needed} needed of {limit} {place}",
+        f"allocated {_size(result['allocated_gib'])}, reserved {_size(result['reserved_gib'])}; host "
+        f"{_size(result['host_gib'])} a rank",
         "at the peak:",
     ]
     shown = sorted(result["breakdown"].items(), key=lambda entry: -entry[1])
-    lines += [f"  {category.replace('_', ' '):24}{size:8.2f} GiB" for category, size in shown if size >= 0.005]
+    least = 0.0005 * result["allocated_gib"]  # less is no part of a picture of it
+    lines += [f"  {category.replace('_', ' '):24}{_size(size):>11}" for category, size in shown if size > least]
     lines.append("highest in each phase:")
-    lines += [f"  {phase:24}{size:8.2f} GiB" for phase, size in result["phases"].items() if size is not None]
+    lines += [f"  {phase:24}{_size(size):>11}" for phase, size in result["phases"].items() if size is not None]
     lines += format_step_time(result)
     return "\n".join(lines)
+
+
+def _size(gib: float) -> str:
+    return format_bytes(gib * 2**30)
 
 
 def format_step_time(result: Mapping[str, Any]) -> list[str]:

@@ -301,7 +301,7 @@ def format_row(row: Mapping[str, Any], *, total_steps: int | None) -> str:
     if isinstance(speed := row.get("tokens_per_second"), int | float):
         said.append(f"{speed:,.0f} tokens/s")
     if isinstance(peak := row.get("max_allocated_gib"), int | float):
-        said.append(f"{peak:.1f} GiB")
+        said.append(format_bytes(peak * GIB))
     return "  ".join(said)
 
 

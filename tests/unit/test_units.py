@@ -2,7 +2,7 @@
 
 import pytest
 
-from fsdp_trainer.units import format_bytes, format_count, format_duration, format_number
+from fsdp_trainer.units import format_age, format_bytes, format_count, format_duration, format_number
 
 
 @pytest.mark.parametrize(
@@ -12,12 +12,29 @@ from fsdp_trainer.units import format_bytes, format_count, format_duration, form
         (1023, "1023 B"),
         (1536, "1.5 KiB"),
         (3 * 2**20, "3.0 MiB"),
+        (2**30 - 1, "1.0 GiB"),
         (1.94 * 2**30, "1.9 GiB"),
         (2**41, "2.0 TiB"),
     ],
 )
 def test_format_bytes(size: float, text: str) -> None:
     assert format_bytes(size) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (-3, "now"),
+        (0.4, "now"),
+        (42.3, "42 s ago"),
+        (59.6, "1 min 00 s ago"),
+        (245, "4 min 05 s ago"),
+        (7620, "2 h 07 min ago"),
+        (3.2 * 86400, "3 days ago"),
+    ],
+)
+def test_format_age(seconds: float, text: str) -> None:
+    assert format_age(seconds) == text
 
 
 @pytest.mark.parametrize(
