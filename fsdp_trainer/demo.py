@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdp_trainer.caches import cache_folder
 from fsdp_trainer.config import Config
 from fsdp_trainer.errors import ConfigError, FsdpTrainerError
-from fsdp_trainer.gguf_model import cache_folder, convert_gguf
+from fsdp_trainer.gguf_model import convert_gguf
 from fsdp_trainer.launch import launch
 from fsdp_trainer.run_folder import STATUS
 

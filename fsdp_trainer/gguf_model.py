@@ -4,23 +4,17 @@ What its tensors are called and how they are laid out says Transformers' own tab
 one at a time, so the host never holds more than one file of the result.
 """
 
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fsdp_trainer.caches import cache_folder
 from fsdp_trainer.errors import CheckpointError, ConfigError
 from fsdp_trainer.progress import log_line
 
 SUFFIX = ".gguf"
 MAX_FILE_BYTES = 10**9  # of the converted folder: what is held at once, besides one tensor
-
-
-def cache_folder() -> Path:
-    """Return where converted models are kept: $FSDP_TRAINER_CACHE, or the user's cache folder."""
-    chosen = os.environ.get("FSDP_TRAINER_CACHE")
-    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "fsdp_trainer"
 
 
 def local_model(path: str) -> str:
@@ -167,7 +161,10 @@ def _write_weights(tensors: Iterator[tuple[str, Any]], folder: Path) -> set[str]
 
     def write() -> None:
         file = f"model-{len(set(weight_map.values())) + 1:05d}.safetensors"
+        (folder / file).touch()
+        mode = (folder / file).stat().st_mode
         save_file(held, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(mode)  # safetensors makes its files private; a shared cache serves other users too
         weight_map.update(dict.fromkeys(held, file))
         held.clear()
 

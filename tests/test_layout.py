@@ -104,6 +104,7 @@ PARTS = {
     "run_folder": "base",
     "run_lock": "base",
     "hub": "base",
+    "caches": "base",
     "run_record": "base",
     "run_metrics": "base",
     "progress": "base",
@@ -152,7 +153,7 @@ WITHOUT_TORCH += ("memory.planning", "memory.calibration", "memory.import_memory
 WITHOUT_TORCH += ("memory.plan", "memory.planner", "memory.candidates", "memory.candidate_estimates", "memory.remedies")
 WITHOUT_TORCH += ("optim.schedule", "interop", "interop.gpu_profile")
 WITHOUT_TORCH += ("export_source", "checkpoint_folder", "checkpoint_manifest")
-WITHOUT_TORCH += ("hub", "run_record", "run_metrics", "report.watch_text", "report.runs_text")
+WITHOUT_TORCH += ("caches", "hub", "run_record", "run_metrics", "report.watch_text", "report.runs_text")
 WITHOUT_TORCH += ("memory.host", "memory.quick", "memory.simulation_text", "report")
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "bitsandbytes", "torchao"}
 MAY_PRINT = ("cli", "cli_plan", "cli_import", "cli_watch", "progress", "report", "demo")

@@ -4,13 +4,13 @@ A changed file, tokenizer, template or setting gives another folder, so nothing 
 """
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import transformers
 import xxhash
 
+from fsdp_trainer.caches import cache_folder
 from fsdp_trainer.config import DataConfig
 from fsdp_trainer.data.chat import read_chat_template
 from fsdp_trainer.data.sources import Named, resolve_paths, resolve_sources
@@ -77,13 +77,8 @@ def cache_path(
         },
     }
     digest = _hash_json(settings)
-    root = Path(data.cache_dir).expanduser() if data.cache_dir else _default_cache()
+    root = Path(data.cache_dir).expanduser() if data.cache_dir else cache_folder() / "data"
     return root / f"{paths[0].stem}-{split}-{digest}"
-
-
-def _default_cache() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "fsdp_trainer" / "data"
 
 
 def _file_hash(path: Path) -> str:

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from fsdp_trainer.caches import cache_folder
 from fsdp_trainer.config import Config, ModelConfig
 from fsdp_trainer.hub import refuse_unreachable
 from fsdp_trainer.memory.hardware import Hardware
@@ -61,16 +62,7 @@ def find_simulation(
 
 
 def _place(config: Config, hardware: Hardware, expandable_segments: bool, folder: Path | None) -> Path:
-    return (folder or cache_folder()) / f"{content_key(config, hardware, expandable_segments)}.json"
-
-
-def cache_folder() -> Path:
-    """Return where simulations are kept: $XDG_CACHE_HOME/fsdp_trainer/simulations, ~/.cache without it."""
-    try:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:  # no home: a container's user without an entry
-        base = tempfile.gettempdir()
-    return Path(base) / "fsdp_trainer" / "simulations"
+    return (folder or cache_folder() / "simulations") / f"{content_key(config, hardware, expandable_segments)}.json"
 
 
 def content_key(config: Config, hardware: Hardware, expandable_segments: bool) -> str:

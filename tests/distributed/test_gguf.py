@@ -104,6 +104,8 @@ def test_loads_what_the_folder_held(change: str, model_folder: Folder, tmp_path:
     folders = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
     assert len(folders) == 1 and re.fullmatch(r"tiny-[0-9a-f]{16}", folders[0].name)
     assert (folders[0] / "tokenizer.json").exists()
+    (tmp_path / "as others").touch()
+    assert {file.stat().st_mode for file in folders[0].iterdir()} == {(tmp_path / "as others").stat().st_mode}
 
 
 def convert(path: str) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_trainer.caches import cache_folder
 from fsdp_trainer.config import Config
 from fsdp_trainer.memory import simulation_cache
 from fsdp_trainer.memory.hardware import parse_gpus
@@ -102,15 +103,20 @@ def test_ctrl_c_says_so_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_without_a_home_there_is_still_a_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("FSDP_TRAINER_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert simulation_cache.cache_folder() == tmp_path / "fsdp_trainer" / "simulations"
+    assert cache_folder() == tmp_path / "fsdp_trainer"
+    monkeypatch.setenv("FSDP_TRAINER_CACHE", str(tmp_path / "own"))
+    assert cache_folder() == tmp_path / "own"
+    monkeypatch.delenv("FSDP_TRAINER_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder() == Path.home() / ".cache" / "fsdp_trainer"
 
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", homeless)
-    assert simulation_cache.cache_folder().is_absolute()
+    assert cache_folder().is_absolute()
 
 
 def test_the_key_follows_our_source_and_a_packed_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
