@@ -490,7 +490,9 @@ class CompileConfig(Section):
 class ProfileConfig(Section):
     """A torch profiler trace of a few steps."""
 
-    start: Annotated[int, Field(ge=0)] | None = Field(
-        default=None, description="First step to trace; null traces none. Comes later; only null is accepted now."
+    start: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="First step to trace, from 1; null traces none. Each rank leaves a trace and rank 0 a summary in "
+        "profile/ of the run folder. Traced steps are slower; what they compute is the same.",
     )
     steps: Steps = Field(default=3, description="Steps to trace from start.")

@@ -32,6 +32,7 @@ from fsdp_trainer.launch import launch, read_status
 from fsdp_trainer.memory.measure import measure_memory
 from fsdp_trainer.model_card import format_model_card
 from fsdp_trainer.optim.schedule import scheduled_rate
+from fsdp_trainer.profiling import StepProfiler
 from fsdp_trainer.progress import log_line
 from fsdp_trainer.rank_watch import RankWatch, watch_ranks
 from fsdp_trainer.resume_rules import describe
@@ -177,7 +178,8 @@ def train_loop(run: Run, session: _Session, progress: Progress) -> Progress:
         rank=runtime.rank,
         world_size=runtime.world_size,
     )
-    with closing(windows):
+    profiler = StepProfiler(config.profile, runtime, output_dir=session.output_dir, step=progress.step)
+    with closing(profiler), closing(windows):
         for window in windows:
             for note in window.notes:
                 log_line(note, is_main=runtime.is_main)
@@ -188,9 +190,10 @@ def train_loop(run: Run, session: _Session, progress: Progress) -> Progress:
                 total_steps=session.total_steps,
             )
             started = time.perf_counter()
-            output = train_step(run, window, learning_rate=rate, optimizer_step=progress.optimizer_steps)
-            loss, grad_norm, skipped = _read(output)
-            seconds = time.perf_counter() - started
+            with profiler.watch(progress.step + 1) as profiled:
+                output = train_step(run, window, learning_rate=rate, optimizer_step=progress.optimizer_steps)
+                loss, grad_norm, skipped = _read(output)
+                seconds = time.perf_counter() - started
             if skipped or loss != loss:
                 _check_skip(run, progress, loss=loss, grad_norm=grad_norm, rows=window.row_indices)
             progress = _advance(progress, window, skipped=skipped)
@@ -209,6 +212,7 @@ def train_loop(run: Run, session: _Session, progress: Progress) -> Progress:
                     "tokens_per_second": window.tokens / seconds,
                     "mfu": None,  # needs the peak of the device, which the hardware catalogue will know
                     **measure_memory(runtime.device),
+                    **({"profiled": True} if profiled else {}),
                 }
                 _log_step(run, session, row, skipped=skipped)
             if session.stop.agreed():

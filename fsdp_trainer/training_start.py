@@ -79,6 +79,14 @@ def check_length(config: Config, *, total_steps: int, step: int) -> None:
             values=f"eval.every_steps: {every}, eval.at_end: false, {format_number(total_steps, 'step')} in all",
             fix="set eval.at_end: true, or lower eval.every_steps",
         )
+    profile = config.profile
+    if profile.start is not None and profile.start + profile.steps - 1 > total_steps:
+        raise ConfigError(
+            "The run ends before the steps that are to be profiled.",
+            values=f"profile.start: {profile.start}, profile.steps: {profile.steps}, "
+            f"{format_number(total_steps, 'step')} in all",
+            fix=f"set profile.start so that start + steps - 1 is at most {total_steps}, or train longer",
+        )
     if step > total_steps:
         raise ConfigError(
             "The run is further than the steps asked for.",

@@ -37,6 +37,8 @@ PARTS = {
     "demo": "cli",
     "training": "training",
     "training_start": "training",
+    "profiling": "training",
+    "profile_summary": "base",
     "evaluation": "training",
     "phases": "techniques",
     "memory.planner": "planner",
