@@ -17,6 +17,7 @@ from fsdp_trainer.interop.folder import build_config, write_import
 from fsdp_trainer.interop.key_table import Entry, load_table
 from fsdp_trainer.interop.report import format_json, format_report
 from fsdp_trainer.interop.verdicts import Import, Verdict
+from tests.schedules import SCHEDULES
 
 INPUTS = Path(__file__).resolve().parents[2] / "inputs" / "deepspeed"
 TABLE = load_table("deepspeed_keys")
@@ -608,24 +609,6 @@ def deepspeed_rates(kind: str, steps: int, *, lr: float, params: dict[str, Any])
         return low + (high - low) * max(0.0, (total - last) / max(1.0, total - warmup))
 
     return [rate(step - 1) for step in range(steps)]
-
-
-SCHEDULES = [
-    ("WarmupLR", {"warmup_num_steps": 10}),
-    ("WarmupLR", {"warmup_min_lr": 1e-6, "warmup_max_lr": 5e-5, "warmup_num_steps": 7, "warmup_type": "linear"}),
-    ("WarmupLR", {"warmup_num_steps": 0}),
-    ("WarmupLR", {}),
-    ("WarmupDecayLR", {"total_num_steps": 40, "warmup_max_lr": 3e-5, "warmup_num_steps": 8}),
-    ("WarmupDecayLR", {"total_num_steps": 30, "warmup_min_lr": 1e-6, "warmup_max_lr": 3e-5, "warmup_num_steps": 5}),
-    ("WarmupDecayLR", {"total_num_steps": 100, "warmup_num_steps": 1, "warmup_type": "linear"}),
-    ("WarmupDecayLR", {"total_num_steps": 5, "warmup_num_steps": 12}),
-    ("WarmupCosineLR", {"total_num_steps": 40, "warmup_num_steps": 6}),
-    (
-        "WarmupCosineLR",
-        {"total_num_steps": 30, "warmup_num_steps": 4, "warmup_type": "linear", "warmup_min_ratio": 0.2},
-    ),
-    ("WarmupCosineLR", {"total_num_steps": 60, "warmup_num_steps": 10, "cos_min_ratio": 0.1}),
-]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
