@@ -24,6 +24,7 @@ from docs.make_readme_table import MODEL_FILES, changed_settings
 from fsdp_trainer.config import Config, dump_settings
 from fsdp_trainer.config_reading import merge_settings
 from fsdp_trainer.memory.candidate_estimates import Limits
+from fsdp_trainer.memory.estimate_model import read_model_shape
 from fsdp_trainer.memory.hardware import GIB, parse_gpus
 from fsdp_trainer.memory.plan import quality_of
 from fsdp_trainer.memory.planner import plan
@@ -154,6 +155,26 @@ def simulate_recipe(model: str, gpus: str) -> Simulation:
         return simulate(localised(FOLDER / f"{name_of(model, gpus)}.yaml", folder), parse_gpus(gpus))
 
 
+def extrapolate_recipe(model: str, gpus: str) -> float:
+    """Return the peak of a recipe, GiB, from runs with few layers and micro-batches, which take two seconds.
+
+    Every further layer adds the same bytes, and every micro-batch after the second the same as the second.
+    """
+    from fsdp_trainer.memory.extrapolate import find_peaks
+
+    hardware = parse_gpus(gpus)
+    with local_model(model) as folder:
+        config = localised(FOLDER / f"{name_of(model, gpus)}.yaml", folder)
+        steps, checkpointing = config.check_world(hardware.count), config.activation_checkpointing
+        rows = config.batch.global_batch_size // steps * min(steps, 2)
+        config = config.model_copy(update={"batch": config.batch.model_copy(update={"global_batch_size": rows})})
+        every = checkpointing.every_n if checkpointing.mode == "every_n_layers" else 1
+        few, more = (4, 6) if every <= 2 else (every, 2 * every)
+        low, high = (find_peaks(config, hardware, layers=layers) for layers in (few, more))
+        layers = read_model_shape(folder).layers
+    return max(low[phase] + (high[phase] - low[phase]) * (layers - few) / (more - few) for phase in low) / GIB
+
+
 # --- making ----------------------------------------------------------------------------------------------------------
 
 
@@ -204,7 +225,7 @@ def format_recipe(
     speed = closed["tokens_per_second_per_gpu"] * hardware.count
     return "\n".join(
         [
-            f"# {config.model.path} ({format_count(closed['parameters'])} parameters) on {hardware}, as the planner chose.",
+            f"# {config.model.path}, {format_count(closed['parameters'])} parameters, on {hardware}: as planned.",
             "# Written by configs/make_recipes.py. Predicted; no GPU has confirmed it.",
             promise.line(),
             f"# {_kept_in(config)}; on each GPU {steps} micro-batch{'es' if steps > 1 else ''} of {micro} "
