@@ -61,6 +61,20 @@ setup() {
   fingerprint > "$stamp"
 }
 
+# What only the tests need and nothing else may see: Transformers and Accelerate act otherwise where DeepSpeed is installed.
+setup_tests() {
+  local list="$root/tests/deepspeed.txt" folder="$venv/deepspeed" done="$venv/.deepspeed-setup"
+  if [[ -f "$done" && "$(cat "$done")" == "$(cat "$list")" ]]; then
+    return
+  fi
+  printf 'launch.sh: installing DeepSpeed for the tests (once)\n'
+  rm -rf "$folder"
+  # DS_BUILD_OPS=0: its operators are compiled when they are used, and the tests use none.
+  DS_BUILD_OPS=0 "$venv/bin/python" -m pip install --disable-pip-version-check --no-input --quiet --no-deps \
+    --target "$folder" --requirement "$list"
+  cp "$list" "$done"
+}
+
 case "${1:-demo}" in
   setup)
     setup
@@ -74,6 +88,7 @@ case "${1:-demo}" in
     ;;
   test)
     setup
+    setup_tests
     cd "$root"
     exec "$venv/bin/python" -m pytest "${@:2}"
     ;;

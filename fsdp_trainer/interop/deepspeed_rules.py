@@ -107,6 +107,8 @@ def _check_overflow(value: bool, facts: Facts) -> Outcome:
 
 def _scaler(setting: str, same: Any, difference: str) -> Any:
     def rule(value: Any, facts: Facts) -> Outcome:
+        if isinstance(value, int | float) and value < 0:
+            return blocked("takes 0 or more")
         if facts.precision != "fp16":
             return not_needed("fp16 is off")
         if value == same:
@@ -200,12 +202,16 @@ def _offload_param(value: str, facts: Facts) -> Outcome:
 def _cpu_offload(value: bool, facts: Facts) -> Outcome:
     if not value:
         return not_needed("off")
+    if "zero_optimization.offload_optimizer.device" in facts.values:
+        return blocked("the old name of offload_optimizer, which is given too: DeepSpeed takes one of them")
     return _renamed(_offload_optimizer("cpu", facts), "offload_optimizer: {device: cpu}")
 
 
 def _cpu_offload_param(value: bool, facts: Facts) -> Outcome:
     if not value:
         return not_needed("off")
+    if "zero_optimization.offload_param.device" in facts.values:
+        return blocked("the old name of offload_param, which is given too: DeepSpeed takes one of them")
     return _renamed(_offload_param("cpu", facts), "offload_param: {device: cpu}")
 
 

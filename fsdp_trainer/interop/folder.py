@@ -13,6 +13,7 @@ from fsdp_trainer.interop.verdicts import Import, Verdict
 from fsdp_trainer.launch_profile import write_profile
 
 SETTINGS, PROFILE, REPORT, REPORT_JSON = "run.yaml", "accelerate.yaml", "report.md", "report.json"
+_NAMED = 20  # refused keys that an error names; the report has all
 _MISSING = ("--world-size N", "--training-args FILE")  # flags that say what a file leaves to its program
 
 
@@ -109,10 +110,11 @@ def check_refused(imported: Import, *, allow: bool) -> None:
 def _places(verdicts: Sequence[Verdict]) -> str:
     """Name keys with line and column, and their file once."""
     places: dict[str, list[str]] = {}
-    for verdict in verdicts:
+    for verdict in verdicts[:_NAMED]:
         key = verdict.key
         places.setdefault(key.file, []).append(f"{key.name} ({key.line}:{key.column})")
-    return "; ".join(f"{file}: {', '.join(names)}" for file, names in places.items())
+    named = "; ".join(f"{file}: {', '.join(names)}" for file, names in places.items())
+    return named + (f" and {len(verdicts) - _NAMED} more" if len(verdicts) > _NAMED else "")
 
 
 def _fix(verdicts: Sequence[Verdict]) -> str:

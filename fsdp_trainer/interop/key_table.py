@@ -214,6 +214,8 @@ def _read_value(key: Key, table: Table, fill: AutoSource, tool: str, off: set[st
     except ValueError as error:
         # A list is a search space of DeepSpeed's autotuner, or a slip: either way the value is not known.
         return _decided(key, "refused", f"takes {_TAKES[entry.takes]}: {error}", blocks=not entry.not_needed)
+    if "is cut to" in note and not entry.not_needed:  # the size of a bucket may be; rows, steps or a stage may not
+        return _decided(key, "refused", f"takes {_TAKES[entry.takes]}: {format_value(key.value)} is none", blocks=True)
     return Value(key, entry, value, note)
 
 

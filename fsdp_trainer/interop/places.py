@@ -15,6 +15,8 @@ import yaml
 from fsdp_trainer.errors import ConfigError
 
 _MAX_DEPTH = 50
+# A profile has some hundred values; aliases that stand in one another can stand for billions.
+_MAX_VALUES = 100_000
 _DIGITS = frozenset("0123456789+-.eE")
 
 
@@ -53,10 +55,10 @@ class _Node:
 def read_text(path: str | Path, *, what: str) -> str:
     """Return the text of a UTF-8 file (a byte-order mark is dropped); ConfigError where there is none to read."""
     path = Path(path)
-    if not path.is_file():
-        wrong = "is a folder" if path.is_dir() else "does not exist"
-        raise ConfigError(f"{what} {wrong}", values=str(path), fix="give the path of a file")
     try:
+        if not path.is_file():
+            wrong = "is a folder" if path.is_dir() else "is no file" if path.exists() else "does not exist"
+            raise ConfigError(f"{what} {wrong}", values=str(path), fix="give the path of a file")
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         fix = "give a file that you may read"
@@ -78,7 +80,24 @@ def read_json(text: str, *, file: str, what: str) -> Document:
             f"{what} is not one object", values=f"{file}: {text.strip()[:40]}", fix="write {...} around it"
         )
     keys = tuple(_flatten(root.value, "", file, text))
-    return Document(file, keys, tuple(reader.notes))
+    return Document(file, _check_text(keys, what), tuple(reader.notes))
+
+
+def _check_text(keys: tuple[Key, ...], what: str) -> tuple[Key, ...]:
+    """Refuse halves of characters (surrogates), which no file can hold."""
+    for key in keys:
+        try:
+            f"{key.name}{key.value}".encode()
+        except UnicodeEncodeError:
+            found = f"{key.place}: {f'{key.name}: {key.value}'!a}"
+            raise ConfigError(f"{what} has half of a character", values=found, fix="correct that place") from None
+    return keys
+
+
+def _shown(name: str) -> str:
+    """Return a name as one word of a report: dots that would look like sections and control characters are escaped."""
+    plain = name if name.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
+    return plain.replace(".", "\\.")
 
 
 def _flatten(entries: list[tuple[str, _Node]], prefix: str, file: str, text: str) -> Iterator[Key]:
@@ -86,8 +105,7 @@ def _flatten(entries: list[tuple[str, _Node]], prefix: str, file: str, text: str
     for name, node in entries:
         line = text.count("\n", 0, node.at) + 1
         column = node.at - text.rfind("\n", 0, node.at)
-        # A dot in a name would look like a section.
-        dotted = prefix + name.replace(".", "\\.")
+        dotted = prefix + _shown(name)
         is_section = isinstance(node.value, list) and node.value[:1] != [None]
         if is_section and node.value and name not in seen:
             yield from _flatten(node.value, f"{dotted}.", file, text)
@@ -221,6 +239,8 @@ def read_yaml(text: str, *, file: str, what: str) -> Document:
     """Read a YAML mapping as PyYAML, and so Accelerate, reads it (YAML 1.1); ConfigError with the place of an error."""
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
+        if _count_values(root, {}) > _MAX_VALUES:
+            raise ConfigError(f"{what} has more than {_MAX_VALUES} values", values=file, fix="write out its aliases")
         loader = yaml.SafeLoader("")
         keys = tuple(_yaml_keys(root, "", file, loader)) if isinstance(root, yaml.MappingNode) else ()
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -229,14 +249,24 @@ def read_yaml(text: str, *, file: str, what: str) -> Document:
     if not isinstance(root, yaml.MappingNode):
         fix = "write one `name: value` a line"
         raise ConfigError(f"{what} is not a list of `name: value` lines", values=file, fix=fix)
-    return Document(file, keys)
+    return Document(file, _check_text(keys, what))
+
+
+def _count_values(node: yaml.Node | None, known: dict[int, int]) -> int:
+    """Count the values below a node, those that aliases stand for each time; RecursionError for one inside itself."""
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    if id(node) not in known:
+        parts = [part for entry in node.value for part in (entry if isinstance(entry, tuple) else (entry,))]
+        known[id(node)] = 1 + sum(_count_values(part, known) for part in parts)
+    return known[id(node)]
 
 
 def _yaml_keys(node: yaml.MappingNode, prefix: str, file: str, loader: Any) -> Iterator[Key]:
     loader.flatten_mapping(node)  # `<<: *anchor`
     seen: set[str] = set()
     for key, value in node.value:
-        name = str(loader.construct_object(key, deep=True)).replace(".", "\\.")
+        name = _shown(str(loader.construct_object(key, deep=True)))
         if isinstance(value, yaml.MappingNode) and value.value and name not in seen:
             yield from _yaml_keys(value, f"{prefix}{name}.", file, loader)
         else:

@@ -55,7 +55,7 @@ def extrapolate(config: Config, hardware: Hardware) -> Extrapolation:
             values=f"model_type {hf_config.model_type}",
             fix="simulate it in full",
         )
-    peaks = [_peaks_with(config, hardware, hf_config, count) for count in LAYERS]
+    peaks = [find_peaks(config, hardware, layers=count) for count in LAYERS]
     return fit(dict(zip(LAYERS, peaks, strict=True)), layers=layers)
 
 
@@ -74,7 +74,10 @@ def _peaks(config: Config, hardware: Hardware) -> Mapping[str, int]:
     return trace_run(config, world_size=hardware.count, compute_capability=capability_of(hardware)).device.phases
 
 
-def _peaks_with(config: Config, hardware: Hardware, hf_config: Any, layers: int) -> Mapping[str, int]:
+def find_peaks(config: Config, hardware: Hardware, *, layers: int) -> Mapping[str, int]:
+    """Return the peak bytes of each phase of a run whose model has so many layers."""
+    section = config.model
+    hf_config = load_hf_config(section.path, revision=section.revision, trust_remote_code=section.trust_remote_code)
     with tempfile.TemporaryDirectory() as folder:
         shallow = type(hf_config).from_dict(_shallower(hf_config.to_dict(), layers))
         shallow.save_pretrained(folder)

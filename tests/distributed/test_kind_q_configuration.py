@@ -17,8 +17,9 @@ from fsdp_trainer.config import Config
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.interop.deepspeed import import_deepspeed
 from fsdp_trainer.interop.folder import write_import
-from tests import models, training_runs
+from tests import models, step_runs, training_runs
 from tests.ranks import run_ranks
+from tests.schedules import deepspeed_rates
 
 Folder = Callable[[str], str]
 
@@ -126,25 +127,90 @@ def test_a_profile_may_name_a_class_inside_the_layer(model_folder: Folder, tmp_p
         run_ranks(check_with_classes, 1, settings, "LlamaDecoderLayer, GPT2Block")
 
 
+def small_run(content: dict[str, Any], folder: Path, *, model: str, world: int, flags: list[str]) -> Config:
+    """Import a DeepSpeed configuration for the tiny model, and return the settings that were written."""
+    path = folder / "ds_config.json"
+    path.write_text(json.dumps(content))
+    records, _ = models.make_records(32, seed=3)
+    train_file = models.write_jsonl(records, folder / "train.jsonl")
+    given = [
+        *(f"--model.path={model}", f"--data.train={train_file}", "--data.format=prompt_completion"),
+        *("--data.seq_len=40", f"--data.cache_dir={folder / 'cache'}", f"--output_dir={folder / 'run'}"),
+        *("--checkpoint.every_steps=1000", "--log.samples=0", "--eval.at_end=false", "--export.at_end=false"),
+    ]
+    write_import(import_deepspeed(path, world_size=world), folder / "out", overrides=[*given, *flags])
+    return Config.load(folder / "out" / "run.yaml")
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_an_imported_deepspeed_run_trains(name: str, model_folder: Folder, tmp_path: Path) -> None:
     """Ten steps on two ranks: the loss falls, and each step has the rate that DeepSpeed's formula gives it."""
     content, world, offload = FILES[name]
-    path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps(content))
-    imported = import_deepspeed(path, world_size=world)
-    assert imported.processes == world
-    records, _ = models.make_records(32, seed=3)
-    train_file = models.write_jsonl(records, tmp_path / "train.jsonl")
-    flags = [
-        *(f"--model.path={model_folder('llama')}", f"--data.train={train_file}", "--data.format=prompt_completion"),
-        *("--data.seq_len=40", f"--data.cache_dir={tmp_path / 'cache'}", f"--output_dir={tmp_path / 'run'}"),
-        *("--train.max_steps=10", "--train.epochs=1", "--checkpoint.every_steps=1000", "--log.samples=0"),
-    ]
-    write_import(imported, tmp_path / "out", overrides=flags)
-    config = Config.load(tmp_path / "out" / "run.yaml")
+    config = small_run(content, tmp_path, model=model_folder("llama"), world=world, flags=["--train.max_steps=10"])
     assert (config.sharding.offload, config.precision) == (offload, "bf16")
     rows = [row for row in run_ranks(training_runs.train, 2, config.to_dict())[0]["metrics"] if "loss" in row]
     assert [row["lr"] for row in rows] == pytest.approx([4e-3 * share for share in RATES[name]], rel=1e-6, abs=1e-12)
     losses = [row["loss"] for row in rows]
     assert sum(losses[-3:]) < 0.9 * sum(losses[:3]), losses
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_rates_of_a_run_are_deepspeeds_at_any_number_of_ranks(world: int, model_folder: Folder, tmp_path: Path) -> None:
+    """Report 145 with one rank; a schedule that `accelerator.prepare` steps would be four times too fast with four."""
+    params = {"total_num_steps": 36, "warmup_min_lr": 1e-5, "warmup_max_lr": 1e-3, "warmup_num_steps": 6}
+    content = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "scheduler": {"type": "WarmupDecayLR", "params": params},
+        "zero_optimization": {"stage": 2},
+    }
+    flags = ["--train.max_steps=40"]
+    config = small_run(content, tmp_path, model=model_folder("llama"), world=world, flags=flags)
+    assert config.batch.global_batch_size == world
+    rows = [row for row in run_ranks(training_runs.train, world, config.to_dict())[0]["metrics"] if "loss" in row]
+    expected = deepspeed_rates("WarmupDecayLR", 40, lr=1e-3, params=params)
+    assert [row["lr"] for row in rows] == pytest.approx(expected, rel=1e-9, abs=1e-15)
+
+
+def resting_bytes(run_settings: dict[str, Any]) -> tuple[int, int]:
+    """Return the bytes of all live tensors of this rank between two steps, and how many parameters the model has."""
+    import gc
+
+    import torch
+
+    from fsdp_trainer.step import train_step
+
+    def live_bytes() -> int:
+        gc.collect()
+        tensors = (found for found in gc.get_objects() if issubclass(type(found), torch.Tensor))
+        # What FSDP2 holds of a gathered weight between two uses is a storage of no bytes.
+        storages = {
+            local.untyped_storage().data_ptr(): local.untyped_storage().nbytes() for local in map(local_of, tensors)
+        }
+        return sum(storages.values())
+
+    def local_of(tensor: Any) -> torch.Tensor:
+        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+    before = live_bytes()
+    run = step_runs.build(run_settings)
+    _, documents = models.make_records(8, seed=11)
+    train_step(run, step_runs.window_of(run, [[one] for one in documents]), learning_rate=0.0, optimizer_step=0)
+    run.optimizer.zero_grad()
+    return live_bytes() - before, sum(parameter.numel() for parameter in run.model.parameters())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_stages_rest_in_the_bytes_that_the_page_says(stage: int, model_folder: Folder, tmp_path: Path) -> None:
+    """Report 136: DeepSpeed's stage is the stage here, whole at 0 and shards from 1 on, measured on each rank."""
+    content = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage},
+    }
+    config = small_run(content, tmp_path, model=model_folder("llama"), world=2, flags=[])
+    assert config.sharding.zero_stage == stage
+    for found, parameters in run_ranks(resting_bytes, 2, config.to_dict()):
+        share = 1 if stage == 0 else 2
+        assert found == pytest.approx(12 * parameters / share, rel=0.02)

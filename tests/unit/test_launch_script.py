@@ -61,6 +61,8 @@ def checkout(tmp_path: Path) -> Checkout:
     root.mkdir()
     shutil.copy(ROOT / "launch.sh", root)
     (root / "pyproject.toml").write_text("[project]\n")
+    (root / "tests").mkdir()
+    shutil.copy(ROOT / "tests" / "deepspeed.txt", root / "tests")
     python, command, calls = root / "python3", root / "command", root / "calls"
     python.write_text(PYTHON.format(calls=calls, python=python, command=command))
     command.write_text(COMMAND)
@@ -106,6 +108,12 @@ def test_demo_and_tests_run_in_the_project(checkout: Checkout, tmp_path: Path) -
     checkout.run("setup")
     checkout.run("test", "-k", "a b", cwd=tmp_path)
     assert checkout.calls[-1] == "python -m pytest -k a b"
+    root = checkout.root
+    target = f"--no-deps --target {root}/.venv/deepspeed --requirement {root}/tests/deepspeed.txt"
+    assert checkout.pip_installs()[-1].endswith(target)
+    installs = len(checkout.pip_installs())
+    checkout.run("test", cwd=tmp_path)
+    assert len(checkout.pip_installs()) == installs
     checkout.run(cwd=tmp_path)
     assert checkout.calls[-1] == "python -m fsdp_trainer.demo"
     checkout.run("demo", "--train.max_steps=2", cwd=tmp_path)

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -13,6 +14,7 @@ from typer.testing import CliRunner, Result
 from fsdp_trainer import cli
 from fsdp_trainer.config import Config
 from fsdp_trainer.errors import ConfigError
+from tests import simulation_runs
 
 ROOT = Path(__file__).resolve().parents[3]
 INPUTS = ROOT / "tests" / "inputs"
@@ -22,23 +24,33 @@ def run(*words: str) -> Result:
     return CliRunner().invoke(cli.app, list(words))
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_page_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them on the page's own files; the one that simulates, with a small model of this machine."""
     page = (ROOT / "docs" / "from_deepspeed.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```(\w+)\n(.*?)```", page, flags=re.DOTALL)
     monkeypatch.chdir(tmp_path)
-    (text,) = (block for kind, block in blocks if kind == "json")
-    Path("ds_config.json").write_text(text)
+    shown = [text for kind, text in blocks if kind in ("json", "yaml")]
+    for name, text in zip(("ds_config.json", "ds_auto.json", "args.json", "fsdp.yaml"), shown, strict=True):
+        Path(name).write_text(text)
+    model = simulation_runs.settings(tmp_path)["model"]["path"]
     commands = [line for kind, block in blocks if kind == "bash" for line in block.splitlines()]
-    assert len(commands) == 2
+    assert len(commands) == 6
     for command in commands:
-        program, *words = shlex.split(command)
+        is_simulated = "--gpus" in command
+        program, *words = shlex.split(command.replace("Qwen/Qwen2.5-7B", model) if is_simulated else command)
         result = run(*words)
         assert program == "fsdp-trainer" and result.exit_code == 0, result.output
         assert "mapped:" in result.output and "written to" in result.output
+        assert ("at the peak of a GPU" in result.output) == is_simulated
     config = Config.load(Path("named") / "run.yaml")
     assert config.model.path == "Qwen/Qwen2.5-7B"
     assert (config.sharding.zero_stage, config.sharding.offload) == (2, "optimizer")
     assert config.check_world(8) == 4
+    filled, arguments = (Config.load(Path(name) / "run.yaml") for name in ("filled", "from_arguments"))
+    assert (filled.sharding.zero_stage, filled.optim.lr, filled.check_world(8)) == (3, 2e-5, 4)
+    assert arguments.activation_checkpointing.mode == filled.activation_checkpointing.mode == "full"
+    assert Config.load(Path("from_profile") / "run.yaml").sharding.replicate == 2
 
 
 def test_exit_codes_and_what_is_written(tmp_path: Path) -> None:
@@ -109,6 +121,49 @@ def test_a_report_that_ends_with_memory(tmp_path: Path) -> None:
     assert memory["best"]["config"]["precision"] == "bf16"
     report = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
     assert "## Memory" in report and f"{memory['imported']['allocated_gib']:.2f} GiB at the peak" in report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "content", "flags"),
+    [
+        ("import-accelerate", {"distributed_type": "FSDP", "mixed_precision": "bf16", "num_processes": 2}, ()),
+        ("import-trainer", {"per_device_train_batch_size": 2, "bf16": True}, ("--world-size", "2")),
+    ],
+)
+def test_the_other_imports_end_with_memory_too(
+    command: str, content: dict[str, Any], flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    file = tmp_path / "file.json"
+    file.write_text(json.dumps(content))
+    model = simulation_runs.settings(tmp_path)["model"]["path"]
+    words = [command, str(file), *flags, f"--model.path={model}", "--data.seq_len=256", "--gpus", "2xRTX4090"]
+    result = run(*words, "--out", str(tmp_path / "out"), "--json")
+    assert result.exit_code == 0, result.output
+    memory = json.loads(result.output)["memory"]
+    assert memory["imported"]["fits"] and memory["best"]["fits"]
+    report = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    assert f"{memory['imported']['allocated_gib']:.2f} GiB at the peak" in report
+
+
+@pytest.mark.parametrize(
+    ("command", "content", "flags"),
+    [
+        ("import-accelerate", {"distributed_type": "FSDP", "num_processes": 2, "mixed_precision": "fp8"}, ()),
+        ("import-trainer", {"per_device_train_batch_size": 2, "optim": "lion_8bit"}, ("--world-size", "2")),
+    ],
+)
+def test_exit_codes_of_the_other_imports(
+    command: str, content: dict[str, Any], flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    file = tmp_path / "file.json"
+    file.write_text(json.dumps(content))
+    words = [command, str(file), *flags, "--out", str(tmp_path / "out")]
+    refused = run(*words)
+    assert isinstance(refused.exception, ConfigError) and refused.exception.exit_code == 2
+    assert "--allow-differences" in str(refused.exception) and not (tmp_path / "out").exists()
+    assert run(*words, "--allow-differences").exit_code == 0
+    assert Config.load(tmp_path / "out" / "run.yaml").check_world(2)
 
 
 def test_memory_without_a_model_is_refused_and_nothing_written(tmp_path: Path) -> None:

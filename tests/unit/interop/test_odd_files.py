@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from fsdp_trainer.interop.accelerate_profile import import_accelerate
 from fsdp_trainer.interop.deepspeed import import_deepspeed
 from fsdp_trainer.interop.folder import write_import
 from fsdp_trainer.interop.key_table import load_table
+from fsdp_trainer.interop.report import format_report
 from fsdp_trainer.interop.trainer import import_trainer
 from fsdp_trainer.interop.verdicts import Import
 
@@ -111,3 +114,62 @@ def test_files_that_hold_no_settings(command: str, content: bytes, tmp_path: Pat
     with pytest.raises(ConfigError) as caught:
         read(path)
     assert "file.json" in str(caught.value)
+
+
+MICRO = {"train_micro_batch_size_per_gpu": 2}
+TWO_NAMES = {"stage": 2, "cpu_offload": True, "offload_optimizer": {"device": "none"}}
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{chr(ord(name) - 1)}'] * 9)}]\n" for name in "bcdefgh"
+)
+
+
+@pytest.mark.parametrize(
+    ("command", "text", "part"),
+    [
+        ("deepspeed", json.dumps({**MICRO, "zero_optimization": {"stage": 2.5}}), "zero_optimization.stage (1:"),
+        ("deepspeed", '{"train_micro_batch_size_per_gpu": 2.5}', "train_micro_batch_size_per_gpu (1:2)"),
+        ("deepspeed", json.dumps({**MICRO, "fp16": {"enabled": True, "loss_scale": -1}}), "fp16.loss_scale"),
+        (
+            "deepspeed",
+            json.dumps({**MICRO, "zero_optimization": TWO_NAMES}),
+            "zero_optimization.cpu_offload",
+        ),
+        ("deepspeed", json.dumps({**MICRO, **{f"unknown_{n}": n for n in range(3000)}}), "and 2980 more"),
+        ("deepspeed", '{"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "\\udfff"}}', "half of a character"),
+        ("trainer", '{"per_device_train_batch_size": 2, "output_dir": "\\ud800"}', "half of a character"),
+        ("accelerate", BOMB + "distributed_type: FSDP\n", "more than 100000 values"),
+        ("accelerate", "distributed_type: FSDP\nfsdp_config: &f {again: *f}\n", "not valid YAML"),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_what_cannot_be_is_refused_at_once(command: str, text: str, part: str, tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    path.write_text(text, encoding="utf-8")
+    read = {
+        "deepspeed": lambda: import_deepspeed(path, world_size=2),
+        "accelerate": lambda: import_accelerate(path),
+        "trainer": lambda: import_trainer(path, world_size=2),
+    }[command]
+    began = time.monotonic()
+    with pytest.raises(ConfigError) as caught:
+        write_import(read(), tmp_path / "out", allow="unknown" not in text)
+    assert part in str(caught.value)
+    assert len(str(caught.value)) < 3000
+    assert time.monotonic() - began < 5  # a list of lists that stand in one another took half a minute
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_cannot_steer_a_terminal(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({**MICRO, "a\x1b[31m\nb": 1}), encoding="utf-8")
+    report = format_report(import_deepspeed(path, world_size=2))
+    assert "\x1b" not in report and "  a\\x1b[31m\\nb: 1\n" in report
+
+
+@pytest.mark.parametrize("command", [import_deepspeed, import_accelerate, import_trainer])
+def test_places_without_a_file(command: Callable[[Path], Import], tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name, part in (("pipe", "is no file"), ("loop", "does not exist"), ("x" * 300, "cannot be read")):
+        with pytest.raises(ConfigError, match=part):
+            command(tmp_path / name)
