@@ -22,6 +22,7 @@ INK = "#010203"
 # Of Okabe and Ito's colours those that are seen on white as on black; one a run.
 RUN_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 RUN_DASHES = ("-", "--", ":", "-.")
+MEASURED, PREDICTED, RESERVED, SPEED = "#0072b2", "#e69f00", "#56b4e9", "#009e73"
 SIZE = (4.2, 2.7)  # inches; 302 points wide, so that 8 point letters are 9.5 pixels on a phone of 390
 _STYLE = {
     "font.size": 8,
@@ -87,6 +88,24 @@ def make_axes(*, size: tuple[float, float] = SIZE, xlabel: str, ylabel: str) -> 
     return figure, axes
 
 
+def draw_bars(
+    names: Sequence[str], bars: Mapping[str, Sequence[float | None]], *, colours: Mapping[str, str], xlabel: str
+) -> tuple[Any, Any]:
+    """Return (figure, axes) with a group of flat bars a name; `bars` holds for each kind a length a name, or None."""
+    with drawing():
+        figure, axes = make_axes(size=(SIZE[0], 0.8 + 0.42 * len(names)), xlabel=xlabel, ylabel="")
+        height = 0.76 / len(bars)
+        for number, (kind, lengths) in enumerate(bars.items()):
+            for place, length in enumerate(lengths):
+                if length is not None:
+                    at = place + (number - (len(bars) - 1) / 2) * height
+                    axes.barh(at, length, height=0.94 * height, color=colours[kind])
+        axes.set_yticks(range(len(names)), names, parse_math=False)
+        axes.set_ylim(len(names) - 0.5, -0.5)
+        axes.grid(visible=False, axis="y")
+    return figure, axes
+
+
 def to_svg(figure: Any, *, name: str, label: str) -> Markup:
     """Return the figure as SVG for a page; `name` keeps its ids apart from other charts', `label` is read out."""
     import matplotlib as mpl
@@ -115,7 +134,7 @@ def _for_page(svg: str, *, label: str) -> str:
     return re.sub(r"<svg[^>]*>", lambda _: f'{head} aria-label="{Markup.escape(label)}">', svg, count=1)
 
 
-def save_png(figure: Any, path: Path, *, title: str, legend: Mapping[str, tuple[str, str]] | None = None) -> Path:
+def save_png(figure: Any, path: Path, *, title: str, legend: Mapping[str, tuple[str, str]]) -> Path:
     """Write the figure as a picture of its own, on white: with a title, and a legend of name -> (colour, dashes)."""
     with drawing(), writing(path):
         figure.suptitle(title)
@@ -129,7 +148,7 @@ def save_png(figure: Any, path: Path, *, title: str, legend: Mapping[str, tuple[
 def _handles(legend: Mapping[str, tuple[str, str]]) -> tuple[list[Any], list[str]]:
     from matplotlib.lines import Line2D
 
-    lines = [Line2D([], [], color=colour, linestyle=dashes) for colour, dashes in legend.values()]
+    lines = [Line2D([], [], color=colour, linestyle=dashes, linewidth=2.5) for colour, dashes in legend.values()]
     return lines, [f" {name}" for name in legend]  # a name that begins with _ would be left out
 
 

@@ -6,11 +6,11 @@ Takes what ladder.json holds, finished or not: a rung that ran out of memory or 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fsdp_trainer.report.charts import INK, drawing, make_axes, to_svg
+from fsdp_trainer.report.charts import INK, MEASURED, PREDICTED, SPEED, draw_bars, to_svg
 from fsdp_trainer.report.ledger_html import DASH, format_difference, format_size, unit_for
 from fsdp_trainer.report.page import format_page, format_piece, render
 
-MEASURED, PREDICTED, SPEED = "#0072b2", "#e69f00", "#009e73"
+COLOURS = {"measured": MEASURED, "predicted": PREDICTED}
 
 
 def format_ladder_html(ladder: Mapping[str, Any], *, page: bool = True) -> str:
@@ -25,7 +25,7 @@ def format_ladder_html(ladder: Mapping[str, Any], *, page: bool = True) -> str:
         unit=unit,
         memory=to_svg(memory, name="ladder-memory", label="peak memory of each rung") if memory else "",
         speed=to_svg(speed, name="ladder-speed", label="tokens per second of each rung") if speed else "",
-        colours={"measured": MEASURED, "predicted": PREDICTED},
+        colours=COLOURS,
         rungs=[_cells(rung, times) for rung in ladder["rungs"]],
     )
     return format_page(f"ladder: {title}", part) if page else format_piece(part)
@@ -60,37 +60,40 @@ def draw_ladder_memory(rungs: Sequence[Mapping[str, Any]]) -> Any:
     if not sizes:
         return None
     unit, times = unit_for(*sizes)
+    bars = {
+        "measured": [_times(rung["measured_gib"], times) for rung in rungs],
+        "predicted": [_times(rung["predicted_gib"], times) for rung in rungs],
+    }
+    figure, axes = draw_bars(
+        [rung["name"] for rung in rungs], bars, colours=COLOURS, xlabel=f"peak of the fullest rank, {unit}"
+    )
+    _say_outcomes(axes, bars["measured"], rungs, offset=-0.19)
     usable = max((rung["usable_gib"] or 0.0 for rung in rungs), default=0.0)
-    with drawing():
-        figure, axes = make_axes(size=(4.2, 0.8 + 0.42 * len(rungs)), xlabel=f"peak of a rank, {unit}", ylabel="")
-        for place, rung in enumerate(rungs):
-            for offset, key, colour in ((-0.19, "measured_gib", MEASURED), (0.19, "predicted_gib", PREDICTED)):
-                if rung[key] is not None:
-                    axes.barh(place + offset, rung[key] * times, height=0.36, color=colour)
-            if rung["measured_gib"] is None:
-                axes.text(0, place - 0.19, f" {rung['outcome']}", va="center", fontsize=7)
-        _name_rungs(axes, rungs)
-        if max(sizes) / 2 < usable < 2 * max(sizes):
-            axes.axvline(usable * times, color=INK, linestyle="--", linewidth=0.8)
+    if max(sizes) / 2 < usable < 2 * max(sizes):  # a line far away would press the bars flat
+        axes.axvline(usable * times, color=INK, linestyle="--", linewidth=0.8)
     return figure
 
 
 def draw_ladder_speed(rungs: Sequence[Mapping[str, Any]]) -> Any:
     """Return a figure with the tokens per second of each rung; None where no rung has any."""
-    if not any(rung["tokens_per_second"] for rung in rungs):
+    speeds = [rung["tokens_per_second"] for rung in rungs]
+    if not any(speeds):
         return None
-    with drawing():
-        figure, axes = make_axes(size=(4.2, 0.8 + 0.42 * len(rungs)), xlabel="tokens/s of all ranks", ylabel="")
-        for place, rung in enumerate(rungs):
-            if rung["tokens_per_second"]:
-                axes.barh(place, rung["tokens_per_second"], height=0.6, color=SPEED)
-            else:
-                axes.text(0, place, f" {rung['outcome']}", va="center", fontsize=7)
-        _name_rungs(axes, rungs)
+    names = [rung["name"] for rung in rungs]
+    figure, axes = draw_bars(names, {"speed": speeds}, colours={"speed": SPEED}, xlabel="tokens/s of all ranks")
+    _say_outcomes(axes, speeds, rungs, offset=0.0)
     return figure
 
 
-def _name_rungs(axes: Any, rungs: Sequence[Mapping[str, Any]]) -> None:
-    axes.set_yticks(range(len(rungs)), [rung["name"] for rung in rungs], parse_math=False)
-    axes.set_ylim(len(rungs) - 0.5, -0.5)
-    axes.grid(visible=False, axis="y")
+def _times(size: float | None, times: float) -> float | None:
+    return None if size is None else size * times
+
+
+def _say_outcomes(
+    axes: Any, lengths: Sequence[float | None], rungs: Sequence[Mapping[str, Any]], *, offset: float
+) -> None:
+    """Write the outcome where a bar is missing."""
+    for place, (length, rung) in enumerate(zip(lengths, rungs, strict=True)):
+        if length is None:
+            at = (0, place + offset)
+            axes.annotate(rung["outcome"], at, xytext=(3, 0), textcoords="offset points", va="center", fontsize=7)

@@ -21,15 +21,15 @@ def format_ledger_html(ledger: Mapping[str, Any]) -> str:
     return format_piece(ledger_section(ledger))
 
 
-def ledger_section(ledger: Mapping[str, Any], *, name: str = "ledger") -> Markup:
-    """Return the same as a part of a page; `name` keeps its charts apart from those of other runs."""
+def ledger_section(ledger: Mapping[str, Any], *, with_chart: bool = True) -> Markup:
+    """Return the same as a part of a page, which may have the bars of several runs in another place."""
     unit, times = unit_for(*_sizes(ledger))
-    figure = draw_ledger({"": ledger})
+    figure = draw_ledger({"": ledger}) if with_chart else None
     return render(
         "ledger.html.jinja",
         first=format_peak(ledger),
-        chart=to_svg(figure, name=name, label="memory at the peak by kind, predicted beside measured") if figure else "",
-        key=[(name_of(kind), css_colour(colour_of(kind))) for kind in _kinds([ledger])],
+        chart=to_svg(figure, name="ledger", label="memory at the peak by kind, predicted beside measured") if figure else "",
+        key=[(name_of(kind), css_colour(colour_of(kind))) for kind in ledger_kinds([ledger])],
         unit=unit,
         categories=[
             {
@@ -109,14 +109,10 @@ def _bars(name: str, ledger: Mapping[str, Any]) -> Iterator[tuple[str, dict[str,
             yield f"{before}{what}", bar
 
 
-def _kinds(ledgers: Sequence[Mapping[str, Any]]) -> list[str]:
+def ledger_kinds(ledgers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the kinds that `draw_ledger` draws of these, from what stays to what comes and goes."""
     found = {kind for ledger in ledgers for _, bar in _bars("", ledger) for kind in bar}
     return [kind for kind in STACK if kind in found]
-
-
-def ledger_key(ledgers: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return (name, CSS colour) of the kinds that `draw_ledger` draws of these."""
-    return [(name_of(kind), css_colour(colour_of(kind))) for kind in _kinds(ledgers)]
 
 
 def _in_order(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
