@@ -124,8 +124,7 @@ def _for_page(svg: str, *, label: str) -> str:
     svg = re.sub(r"<!--.*?-->\s*", "", svg, flags=re.DOTALL)
     used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', svg))
     svg = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", svg)
-    svg = re.sub(r"(\.\d\d)\d+", r"\1", svg)
-    svg = svg.replace(INK, "currentColor")
+    svg = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\.\d\d)\d+", r"\1", tag[0]).replace(INK, "currentColor"), svg)
     # The page's own font: letters and numbers are about as wide as in matplotlib's.
     svg = re.sub(r"font: ([^;\"]*?)'[^;\"]*", lambda found: f"font: {found[1]}system-ui, sans-serif", svg)
     view = re.search(r'viewBox="[^"]*"', svg)
@@ -137,9 +136,12 @@ def _for_page(svg: str, *, label: str) -> str:
 def save_png(figure: Any, path: Path, *, title: str, legend: Mapping[str, tuple[str, str]]) -> Path:
     """Write the figure as a picture of its own, on white: with a title, and a legend of name -> (colour, dashes)."""
     with drawing(), writing(path):
-        figure.suptitle(title)
+        figure.suptitle(title, parse_math=False)
         if legend:
-            figure.legend(*_handles(legend), loc="outside lower center", ncols=min(3, len(legend)))
+            columns = 2 if max(map(len, legend)) > 14 else 3
+            rows = -(-len(legend) // columns)
+            figure.set_figheight(figure.get_figheight() + 0.1 + 0.17 * rows)
+            figure.legend(*_handles(legend), loc="outside lower center", ncols=min(columns, len(legend)))
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=200, facecolor="white")
     return path

@@ -98,7 +98,7 @@ def mark_phases(axes: Any, timeline: Sequence[Moment], *, colour: str = "black",
     """Shade every second phase and write its name where there is room; `letter` is a letter's share of the width."""
     width = timeline[-1][0] - timeline[0][0] or 1
     for number, (phase, start, stop) in enumerate(_phases(timeline)):
-        axes.axvspan(start, stop, color=colour, alpha=0.05 * (number % 2), linewidth=0)
+        axes.axvspan(start, stop, color=colour, alpha=0.06 * (number % 2), linewidth=0, zorder=0)
         if (stop - start) / width > letter * len(phase):
             axes.text((start + stop) / 2, 0.98, phase, transform=axes.get_xaxis_transform(), ha="center", va="top")
 

@@ -18,7 +18,7 @@ def out_of_memory_section(found: Mapping[str, Any]) -> Markup:
     if found["module"]:
         where += f" ({found['module']})"
     sizes = [
-        *(("asked for", "requested_gib"), ("free", "free_gib"), ("of in all", "total_gib")),
+        *(("asked for", "requested_gib"), ("free", "free_gib"), ("in all", "total_gib")),
         *(("allocated", "allocated_gib"), ("reserved", "reserved_gib"), ("predicted peak", "predicted_gib")),
     ]
     batch = found["batch"] or {}

@@ -103,7 +103,9 @@ def _draw_curve(axes: Any, curve: Curve, kind: _Kind, *, colour: str, dashes: st
     mark = "o" if len(curve.known) == 1 else ""
     is_smoothed = kind.smoothed and len(curve.known) >= 10
     shown = thin(curve)
-    alpha, width = (0.35, 0.8) if is_smoothed else (1.0, 1.3)
+    # Many points lie on one another: the fewer there are, the stronger each must be to be seen.
+    alpha = (0.35 if len(shown.steps) > 400 else 0.6) if is_smoothed else 1.0
+    width = 0.8 if is_smoothed else 1.3
     axes.plot(shown.steps, shown.values, color=colour, alpha=alpha, linewidth=width, linestyle=dashes, marker=mark)
     if is_smoothed:
         shown = thin(smooth(curve, rows=smoothing_rows(len(curve.known))))

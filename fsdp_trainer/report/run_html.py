@@ -62,9 +62,14 @@ def _is_of_memory(chart: Chart) -> bool:
 
 
 def _title(runs: Sequence[RunRecord]) -> str:
-    models = sorted({path for run in runs if (path := _setting(run, "model", "path"))})
+    models = sorted({_model(str(path)) for run in runs if (path := _setting(run, "model", "path"))})
     names = " and ".join(run.name for run in runs) if len(runs) < 3 else format_number(len(runs), "run")
     return f"{names}: {models[0]}" if len(models) == 1 else names
+
+
+def _model(path: str) -> str:
+    """A folder by its last name, a model of the hub by its whole one."""
+    return Path(path).name if Path(path).is_absolute() else path
 
 
 def _of_run(run: RunRecord, style: tuple[str, str], *, with_chart: bool) -> dict[str, Any]:
@@ -113,7 +118,7 @@ def _facts(run: RunRecord) -> Iterator[tuple[str, tuple[str, str]]]:
     loss = run.curve("loss").known
     if len(loss):
         last = loss[-10:] if len(loss) >= 20 else loss[-1:]
-        more = f"mean of the last {len(last)}; " if len(last) > 1 else ""
+        more = f"mean of the last {len(last)}, " if len(last) > 1 else ""
         yield "loss", (f"{last.mean():.4f}", f"{more}first {loss[0]:.4f}")
     evaluation = run.curve("eval_loss")
     if len(evaluation.known):
@@ -123,10 +128,10 @@ def _facts(run: RunRecord) -> Iterator[tuple[str, tuple[str, str]]]:
     speed = _usual(run, "tokens_per_second")
     if speed is not None:
         seconds = _usual(run, "step_seconds")
-        yield "tokens/s", (f"{speed:,.0f}", "" if seconds is None else f"median; {format_duration(seconds)} a step")
+        yield "tokens/s", (f"{speed:,.0f}", "" if seconds is None else f"median, {format_duration(seconds)} a step")
     tokens, spent = run.curve("tokens").known, run.curve("step_seconds").known
     if len(tokens):
-        what = "" if not len(spent) else f"in {format_duration(float(spent.sum()))} of logged steps"
+        what = "" if not len(spent) else f"in {format_duration(float(spent.sum()))}"
         yield "tokens", (format_count(float(tokens.sum())), what)
     mfu = _usual(run, "mfu")
     if mfu is not None:
@@ -136,7 +141,7 @@ def _facts(run: RunRecord) -> Iterator[tuple[str, tuple[str, str]]]:
         yield "peak memory", (first, rest.rstrip(")"))
     lost = len(rows) - len(loss)
     if lost:
-        yield "steps without a finite loss", (f"{lost:,}", "")
+        yield "not finite", (f"{lost:,}", "steps without a loss")
 
 
 def _fact_names(runs: Sequence[RunRecord]) -> list[str]:
@@ -198,9 +203,10 @@ def _environment(run: RunRecord) -> Iterator[tuple[str, str]]:
 def differing_settings(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     """Return (name, value in each run) of the settings that are not equal in all; where a run lies does not count."""
     flat = [dict(_flatten(run.settings)) for run in runs]
-    names = list(dict.fromkeys(name for settings in flat for name in settings))
-    found = [(name, [settings.get(name, "not set") for settings in flat]) for name in names if name not in _OF_PLACE]
-    return [(name, values) for name, values in found if len(set(values)) > 1]
+    known = [settings for settings in flat if settings]  # what cannot be read does not differ
+    names = [name for name in dict.fromkeys(name for settings in flat for name in settings) if name not in _OF_PLACE]
+    differing = [name for name in names if len({settings.get(name) for settings in known}) > 1]
+    return [(name, [settings.get(name, DASH) for settings in flat]) for name in differing]
 
 
 def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
