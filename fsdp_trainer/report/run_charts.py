@@ -91,9 +91,9 @@ def _draw_curves(runs: Sequence[RunRecord], kind: _Kind) -> Chart | None:
             _draw_curve(axes, curve, kind, colour=colour, dashes=dashes)
         for name, curve in evaluations.items():
             colour = "#d55e00" if len(runs) == 1 else styles[name][0]
-            marks = {"marker": "o", "markersize": 4, "linewidth": 0.8, "markeredgecolor": INK, "markeredgewidth": 0.5}
             shown = thin(curve)
-            axes.plot(shown.steps, shown.values, color=colour, linestyle="--", **marks)
+            mark = "o" if len(shown.steps) <= 40 else ""  # more would hide the line
+            axes.plot(shown.steps, shown.values, color=colour, linestyle="--", linewidth=1.2, marker=mark, markersize=3)
         _scale(axes, values, kind)
     caption = "; ".join(_caption(list(curves.values()), kind, has_evaluation=any(map(_is_known, evaluations.values()))))
     return Chart(kind.name, kind.title, caption, figure, styles if len(runs) > 1 else {})
@@ -115,7 +115,9 @@ def _draw_curve(axes: Any, curve: Curve, kind: _Kind, *, colour: str, dashes: st
 def _scale(axes: Any, values: np.ndarray, kind: _Kind) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+    first, last = axes.get_xlim()
+    axes.set_xlim(min(first, (first + last) / 2 - 1), max(last, (first + last) / 2 + 1))  # of a single step too
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True, min_n_ticks=1))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
     digits = kind.digits
     if kind.from_zero:
@@ -134,7 +136,7 @@ def _caption(curves: Sequence[Curve], kind: _Kind, *, has_evaluation: bool) -> I
         spans = f"{over[0]:,}" if len(over) == 1 else f"{over[0]:,} to {over[-1]:,}"
         yield f"pale: each logged step; strong: smoothed over {spans}"
     if has_evaluation:
-        yield "dots: evaluation"
+        yield "broken line: evaluation"
     longest = max(len(curve.steps) for curve in curves)
     if longest > 4 * COLUMNS:
         yield f"{longest:,} steps, drawn as the lowest and highest of each of {COLUMNS} stretches"
