@@ -26,7 +26,7 @@ from fsdp_trainer.report.ledger_html import draw_ledger, highest, ledger_kinds, 
 from fsdp_trainer.report.memory_picture import STACK, find_peak, mark_phases, unit_of_bytes
 from fsdp_trainer.report.run_record import Curve, RunRecord
 
-ALONE = ("#0072b2", "-")
+ALONE, PALE, EVALUATION = ("#0072b2", "-"), "#56b4e9", "#d55e00"  # of a run that is drawn by itself
 Legend = Mapping[str, tuple[str, str]]  # name -> (colour, dashes)
 
 
@@ -90,7 +90,7 @@ def _draw_curves(runs: Sequence[RunRecord], kind: _Kind) -> Chart | None:
             colour, dashes = styles[name]
             _draw_curve(axes, curve, kind, colour=colour, dashes=dashes)
         for name, curve in evaluations.items():
-            colour = "#d55e00" if len(runs) == 1 else styles[name][0]
+            colour = EVALUATION if len(runs) == 1 else styles[name][0]
             shown = thin(curve)
             mark = "o" if len(shown.steps) <= 40 else ""  # more would hide the line
             axes.plot(shown.steps, shown.values, color=colour, linestyle="--", linewidth=1.2, marker=mark, markersize=3)
@@ -103,10 +103,9 @@ def _draw_curve(axes: Any, curve: Curve, kind: _Kind, *, colour: str, dashes: st
     mark = "o" if len(curve.known) == 1 else ""
     is_smoothed = kind.smoothed and len(curve.known) >= 10
     shown = thin(curve)
-    # Many points lie on one another: the fewer there are, the stronger each must be to be seen.
-    alpha = (0.35 if len(shown.steps) > 400 else 0.6) if is_smoothed else 1.0
-    width = 0.8 if is_smoothed else 1.3
-    axes.plot(shown.steps, shown.values, color=colour, alpha=alpha, linewidth=width, linestyle=dashes, marker=mark)
+    pale = PALE if (colour, dashes) == ALONE else colour
+    look = {"color": pale, "alpha": 0.6, "linewidth": 0.8} if is_smoothed else {"color": colour, "linewidth": 1.3}
+    axes.plot(shown.steps, shown.values, linestyle=dashes, marker=mark, **look)
     if is_smoothed:
         shown = thin(smooth(curve, rows=smoothing_rows(len(curve.known))))
         axes.plot(shown.steps, shown.values, color=colour, linewidth=1.6, linestyle=dashes)
