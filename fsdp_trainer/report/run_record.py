@@ -63,10 +63,10 @@ class RunRecord:
     @property
     def planned(self) -> Mapping[str, Any]:
         """What the plan says of the combination that it chose; {} where there is none."""
-        chosen = self.plan.get("chosen")
-        candidates = self.plan.get("candidates")
-        has_one = isinstance(chosen, int) and isinstance(candidates, list) and 0 <= chosen < len(candidates)
-        return candidates[chosen] if has_one else {}
+        chosen, candidates = self.plan.get("chosen"), self.plan.get("candidates")
+        if isinstance(chosen, int) and isinstance(candidates, list) and 0 <= chosen < len(candidates):
+            return candidates[chosen]
+        return {}
 
 
 def read_run(folder: str | Path, *, name: str | None = None) -> RunRecord:
