@@ -477,6 +477,11 @@ class LogConfig(Section):
         default=2,
         description="First rows shown decoded, with what is trained on marked. The cheapest way to find a wrong mask.",
     )
+    trace_step: bool = Field(
+        default=True,
+        description="Trace the second step of a process: memory.json then says what kinds of memory the peak is made "
+        "of. That one step takes longer; nothing that is computed changes.",
+    )
 
 
 class CompileConfig(Section):
