@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from fsdp_trainer.report.ladder_html import format_ladder_html
-from fsdp_trainer.report.ledger_html import format_ledger_html, format_peak
+from fsdp_trainer.report.ledger_html import format_ledger_html
 from fsdp_trainer.report.out_of_memory_html import out_of_memory_section
 from tests.run_folders import Page, memory, out_of_memory
 
@@ -40,29 +38,6 @@ def ladder(*rungs: dict[str, Any], fits: str | None = None) -> dict[str, Any]:
 
 
 # --- ledger
-
-
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({}, "peak 17.9 GiB of 23.5 (predicted 17.6, -1.7 %)"),
-        ({"usable_gib": None}, "peak 17.9 GiB (predicted 17.6, -1.7 %)"),
-        (
-            {"peak": {"measured_gib": 17.9, "predicted_gib": None, "difference": None, "phase": "step"}},
-            "peak 17.9 GiB of 23.5",
-        ),
-        (
-            {"peak": {"measured_gib": None, "predicted_gib": 17.6, "difference": None, "phase": None}},
-            "peak not measured (predicted 17.6 GiB)",
-        ),
-        (
-            {"peak": {"measured_gib": 0.01, "predicted_gib": 0.01, "difference": 0.0, "phase": "step"}},
-            "peak 10.2 MiB of 23.5 GiB (predicted 10.2, +0.0 %)",
-        ),
-    ],
-)
-def test_the_first_line_says_most(changes: dict[str, Any], line: str) -> None:
-    assert format_peak(memory(**changes)) == line
 
 
 def test_a_ledger_has_its_numbers_and_units() -> None:
