@@ -42,7 +42,7 @@ def ledger_section(ledger: Mapping[str, Any], *, with_chart: bool = True) -> Mar
                 "predicted": format_size(row["predicted_gib"], times),
                 "difference": format_difference(highest(row["measured_gib"]), row["predicted_gib"]),
             }
-            for row in _in_order(ledger["categories"])
+            for row in _in_order(ledger["categories"], times)
         ],
         phases=[
             {
@@ -54,6 +54,7 @@ def ledger_section(ledger: Mapping[str, Any], *, with_chart: bool = True) -> Mar
             }
             for row in ledger["phases"]
         ],
+        reserves=any(row["reserved_gib"] is not None for row in ledger["phases"]),
         facts=list(_facts(ledger)),
         notes=list(_notes(ledger)),
     )
@@ -100,9 +101,10 @@ def ledger_kinds(ledgers: Sequence[Mapping[str, Any]]) -> list[str]:
     return [kind for kind in STACK if kind in found]
 
 
-def _in_order(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The kinds as they lie in the bars, without those that neither run nor prediction has."""
-    shown = [row for row in rows if highest(row["measured_gib"]) or row["predicted_gib"]]
+def _in_order(rows: Sequence[Mapping[str, Any]], times: float) -> list[Mapping[str, Any]]:
+    """The kinds as they lie in the bars, without those that would read 0.00 both measured and predicted."""
+    sizes = [max(highest(row["measured_gib"]) or 0.0, row["predicted_gib"] or 0.0) for row in rows]
+    shown = [row for row, size in zip(rows, sizes, strict=True) if size * times >= 0.005]
     return sorted(shown, key=lambda row: STACK.index(row["category"]) if row["category"] in STACK else len(STACK))
 
 
