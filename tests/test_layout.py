@@ -39,6 +39,8 @@ PARTS = {
     "training_start": "training",
     "profiling": "training",
     "profile_summary": "base",
+    "training_ledger": "training",
+    "trace_marks": "assembly",
     "evaluation": "training",
     "phases": "techniques",
     "memory.planner": "planner",
@@ -50,15 +52,19 @@ PARTS = {
     "memory.candidate_estimates": "planner",
     "memory.remedies": "planner",
     "memory.measure": "measure",
+    "memory.phase_peaks": "measure",
+    "memory.gloo_settling": "measure",
+    "memory.trace": "measure",
+    "memory.cuda_kernels": "measure",
+    "memory.work": "measure",
+    "memory.quick": "measure",
+    "memory.simulation": "measure",
+    "memory.predicted": "measure",
     "memory.postmortem": "measure",
     "memory.simulate": "simulate",
     "memory.allocator": "simulate",
     "memory.recording": "facts",
-    "memory.trace": "simulate",
     "memory.traced_run": "simulate",
-    "memory.cuda_kernels": "simulate",
-    "memory.work": "simulate",
-    "memory.simulation": "simulate",
     "memory.simulation_cache": "simulate",
     "memory.simulation_workers": "simulate",
     "memory.simulation_text": "facts",
@@ -66,7 +72,6 @@ PARTS = {
     "memory.timing": "facts",
     "memory.rates": "facts",
     "memory.extrapolate": "simulate",
-    "memory.quick": "simulate",
     "memory.estimate": "facts",
     "memory.hardware": "facts",
     "memory": "facts",
@@ -120,13 +125,14 @@ BELOW = {
     "techniques": {"config", "facts", "base"},
     "assembly": {"techniques", "config", "facts", "base"},
     "measure": {"techniques", "config", "facts", "base"},
-    "simulate": {"assembly", "techniques", "config", "facts", "base"},
+    "simulate": {"assembly", "measure", "techniques", "config", "facts", "base"},
     # A plan shows itself in a notebook; what report/ gets of it are plain values.
-    "planner": {"report", "simulate", "assembly", "techniques", "config", "facts", "base"},
+    "planner": {"report", "simulate", "assembly", "measure", "techniques", "config", "facts", "base"},
     "report": {"config", "facts", "base"},
     "interop": {"config", "facts", "base"},
     "launch": {"interop", "config", "facts", "base"},
-    "training": {"launch", "assembly", "measure", "techniques", "config", "facts", "base"},
+    # The ledger is shown at the end of a run; what report/ gets of it are plain values.
+    "training": {"report", "launch", "assembly", "measure", "techniques", "config", "facts", "base"},
 }
 BELOW["cli"] = set(BELOW) | {"top"}
 BELOW["top"] = set(BELOW) - {"cli"}
@@ -156,9 +162,10 @@ WITHOUT_TORCH += ("memory.plan", "memory.planner", "memory.candidates", "memory.
 WITHOUT_TORCH += ("optim.schedule", "interop", "interop.gpu_profile")
 WITHOUT_TORCH += ("export_source", "checkpoint_folder", "checkpoint_manifest")
 WITHOUT_TORCH += ("caches", "hub", "run_record", "run_metrics", "report.watch_text", "report.runs_text")
+WITHOUT_TORCH += ("memory.ledger", "memory.predicted")
 WITHOUT_TORCH += ("memory.host", "memory.quick", "memory.simulation_text", "report")
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "bitsandbytes", "torchao"}
-MAY_PRINT = ("cli", "cli_plan", "cli_import", "cli_watch", "progress", "report", "demo")
+MAY_PRINT = ("cli", "cli_plan", "cli_import", "cli_watch", "cli_report", "progress", "report", "demo")
 # simulated.py is the simulated part of the runtime: what it changes, it undoes on exit.
 MAY_PATCH = ("patches", "runtime", "simulated", "memory.trace", "memory.cuda_kernels")
 PATCHED = {"torch", "transformers", "accelerate"}
