@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fsdp_trainer import __version__, cli_import, cli_plan
+from fsdp_trainer import __version__, cli_import, cli_ladder, cli_plan
 from fsdp_trainer.config import Config
 from fsdp_trainer.config_reading import check_command_flags
 from fsdp_trainer.errors import ConfigError, FsdpTrainerError
@@ -262,6 +262,11 @@ app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     epilog="Settings are given as for `train`; data.train is not needed. See docs/planning.md.",
 )(cli_plan.plan)
+app.command(
+    name="ladder",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="Settings are given as for `train`. See docs/ladder.md.",
+)(cli_ladder.climb)
 
 
 @app.command()

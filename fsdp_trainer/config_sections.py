@@ -422,6 +422,9 @@ class EvalConfig(Section):
 class CheckpointConfig(Section):
     """What is saved to resume from."""
 
+    enabled: bool = Field(
+        default=True, description="false saves nothing, not even when stopped: to measure with, as `ladder` does."
+    )
     every_steps: Steps = Field(
         default=500,
         description="Optimizer steps that a crash costs at most. A checkpoint is begun every so many steps; in the "
