@@ -16,8 +16,7 @@ from fsdp_trainer.config import Config
 from fsdp_trainer.config_reading import check_command_flags
 from fsdp_trainer.errors import ConfigError, FsdpTrainerError
 from fsdp_trainer.ladder_result import LADDER, PAGE, LadderResult
-from fsdp_trainer.ladder_run import STEPS, Watch, ladder
-from fsdp_trainer.ladder_rungs import LEAST_STEPS
+from fsdp_trainer.ladder_rungs import LEAST_STEPS, STEPS
 from fsdp_trainer.progress import log_error, log_line
 from fsdp_trainer.report.ladder_text import build_table, format_ladder
 
@@ -62,6 +61,9 @@ def climb(
             fix="give --config RUN.YAML, or at least --model.path and --data.train",
         )
     settings = Config.load(config, list(context.args))
+    # Imported here: help and errors about settings answer without the planner.
+    from fsdp_trainer.ladder_run import ladder
+
     with _watching(quiet=as_json) as watch:
         found = ladder(
             settings,
@@ -89,7 +91,7 @@ def _width() -> int:
 
 
 @contextmanager
-def _watching(*, quiet: bool) -> Iterator[Watch]:
+def _watching(*, quiet: bool) -> Iterator[Any]:
     """Give what shows the ladder as it grows: a table in a terminal, else a line for each thing that happens."""
     console = Console(stderr=quiet, highlight=False)
     if not console.is_terminal:
@@ -105,7 +107,7 @@ def _watching(*, quiet: bool) -> Iterator[Watch]:
         yield show
 
 
-def _say_lines(say: Any) -> Watch:
+def _say_lines(say: Any) -> Any:
     """Tell what happens to rungs; what a rung's own processes say stands in its folder."""
 
     def show(result: LadderResult, running: str | None, line: str) -> None:

@@ -56,7 +56,7 @@ class LadderResult:
         """Return plain values, as ladder.json holds them."""
         found = {"version": VERSION} | asdict(self)
         del found["folder"]
-        return found | {"fits": self.fits}
+        return found | {"rungs": list(found["rungs"]), "fits": self.fits}
 
     @classmethod
     def read(cls, folder: Path) -> "LadderResult | None":
@@ -65,7 +65,16 @@ class LadderResult:
             found = json.loads((folder / LADDER).read_text(encoding="utf-8"))
             known = {field.name for field in fields(RungResult)}
             rungs = tuple(RungResult(**{k: v for k, v in rung.items() if k in known}) for rung in found["rungs"])
-            names = ("model", "hardware", "global_batch_size", "seq_len", "steps")
-            return cls(folder, *(found[name] for name in names), rungs) if found["version"] == VERSION else None
+            if found["version"] != VERSION:
+                return None
+            return cls(
+                folder=folder,
+                model=found["model"],
+                hardware=found["hardware"],
+                global_batch_size=found["global_batch_size"],
+                seq_len=found["seq_len"],
+                steps=found["steps"],
+                rungs=rungs,
+            )
         except (OSError, ValueError, KeyError, TypeError):
             return None

@@ -24,7 +24,7 @@ from fsdp_trainer.errors import (
     OutputError,
 )
 from fsdp_trainer.ladder_result import LADDER, LadderResult, RungResult
-from fsdp_trainer.ladder_rungs import Rung, choose_rungs, make_rungs, read_rungs
+from fsdp_trainer.ladder_rungs import STEPS, Rung, choose_rungs, make_rungs, read_rungs
 from fsdp_trainer.launch import count_gpus, launch, plan_processes, read_status
 from fsdp_trainer.memory.hardware import GIB, Hardware
 from fsdp_trainer.memory.planning import hardware_here
@@ -34,7 +34,6 @@ from fsdp_trainer.run_folder import METRICS, SETTINGS, STATUS, check_writable, w
 from fsdp_trainer.run_lock import lock_folder, unlock_folder
 from fsdp_trainer.units import format_bytes, format_number
 
-STEPS = 5
 OUTPUT = "output.log"  # what a rung's processes say
 # Told of what is known so far: the result, the rung that runs (None between two), and a line of text.
 Watch = Callable[[LadderResult, str | None, str], None]
@@ -80,16 +79,13 @@ def ladder(
     with _held(folder):
         hardware, unknown = _find_hardware(count, on_cpu=on_cpu)
         named = str(hardware) if hardware is not None else f"{count} GPUs"
-        before = LadderResult.read(folder)
-        climb = _Climb(_begin(config, made, folder=folder, hardware=named, steps=steps), watch)
-        climb.tell(*unknown)
-        kept = _keep(climb, [rung for rung in made if not (fresh and rung in chosen)], before)
-        left = [rung for rung in chosen if rung.config is not None and rung.name not in kept]
-        for rung in made:
-            if rung.config is not None and rung not in chosen and rung.name not in kept:
-                climb.put(rung.name, message="not asked for")
-        sims = _predict(climb, left, hardware)
-        _measure(climb, left, sims, start=_starter(count), until_fits=until_fits, skip_unfit=skip_unfit)
+        before = _measured_before([rung for rung in made if not (fresh and rung in chosen)], folder, hardware=named)
+        shown = [rung for rung in made if rung in chosen or rung.name in before]
+        climb = _Climb(_begin(config, shown, before, folder=folder, hardware=named, steps=steps), watch)
+        climb.tell(*unknown, *(f"{name}: kept from an earlier start ({old.outcome})" for name, old in before.items()))
+        left = [rung for rung in chosen if rung.config is not None and rung.name not in before]
+        found = _predict(climb, left, hardware)
+        _measure(climb, left, found, start=_starter(count), until_fits=until_fits, skip_unfit=skip_unfit)
         return climb.result
 
 
@@ -104,9 +100,6 @@ class _Climb:
         for line in lines:
             self._watch(self.result, self.running, line)
 
-    def of(self, name: str) -> RungResult:
-        return next(rung for rung in self.result.rungs if rung.name == name)
-
     def put(self, name: str, line: str = "", **values: Any) -> None:
         """Change a rung's row, and tell."""
         rungs = tuple(replace(rung, **values) if rung.name == name else rung for rung in self.result.rungs)
@@ -117,7 +110,20 @@ class _Climb:
         write_json(self.result.folder, LADDER, self.result.to_json())
 
 
-def _begin(config: Config, rungs: Sequence[Rung], *, folder: Path, hardware: str, steps: int) -> LadderResult:
+def _begin(
+    config: Config,
+    rungs: Sequence[Rung],
+    before: Mapping[str, RungResult],
+    *,
+    folder: Path,
+    hardware: str,
+    steps: int,
+) -> LadderResult:
+    def row(rung: Rung) -> RungResult:
+        if (old := before.get(rung.name)) is not None:
+            return replace(old, what=rung.what, settings=rung.settings, folder=rung.folder)
+        return RungResult(rung.name, rung.what, rung.settings, rung.folder, message=rung.refusal or None)
+
     return LadderResult(
         folder=folder,
         model=config.model.path,
@@ -125,9 +131,7 @@ def _begin(config: Config, rungs: Sequence[Rung], *, folder: Path, hardware: str
         global_batch_size=config.batch.global_batch_size,
         seq_len=config.data.seq_len,
         steps=steps,
-        rungs=tuple(
-            RungResult(rung.name, rung.what, rung.settings, rung.folder, message=rung.refusal or None) for rung in rungs
-        ),
+        rungs=tuple(map(row, rungs)),
     )
 
 
@@ -159,20 +163,17 @@ def _find_hardware(count: int, *, on_cpu: bool) -> tuple[Hardware | None, list[s
         return None, [f"nothing is predicted: {error.what} ({error.values})"]
 
 
-def _keep(climb: _Climb, rungs: Sequence[Rung], before: LadderResult | None) -> set[str]:
-    """Take over from an earlier start what was measured with the same settings on the same hardware; return names."""
-    same = before is not None and before.hardware == climb.result.hardware
-    found = {rung.name: rung for rung in before.rungs} if before is not None and same else {}
-    kept = set()
-    for rung in rungs:
-        old = found.get(rung.name)
-        if old is None or old.outcome not in ("finished", "out of memory") or rung.config is None:
-            continue
-        if _settings_of(climb.result.folder / rung.folder) == rung.config:
-            kept.add(rung.name)
-            values = {name: value for name, value in vars(old).items() if name not in ("name", "what", "settings")}
-            climb.put(rung.name, f"{rung.name}: kept from the start before ({old.outcome})", **values)
-    return kept
+def _measured_before(rungs: Sequence[Rung], folder: Path, *, hardware: str) -> dict[str, RungResult]:
+    """Return what an earlier start in `folder` measured of these rungs, with the same settings on the same hardware."""
+    before = LadderResult.read(folder)
+    if before is None or before.hardware != hardware:
+        return {}
+    ended = {old.name: old for old in before.rungs if old.outcome in ("finished", "out of memory")}
+    return {
+        rung.name: ended[rung.name]
+        for rung in rungs
+        if rung.name in ended and rung.config is not None and _settings_of(folder / rung.folder) == rung.config
+    }
 
 
 def _settings_of(folder: Path) -> Config | None:

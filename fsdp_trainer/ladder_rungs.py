@@ -25,7 +25,7 @@ from fsdp_trainer.config_reading import (
 from fsdp_trainer.errors import ConfigError
 
 # The first step allocates and warms up, the second is traced: the others are timed.
-LEAST_STEPS = 3
+LEAST_STEPS, STEPS = 3, 5
 
 # What a rung may change; anything else would compare different work, or nothing that is measured.
 CHANGEABLE = (
