@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp_trainer.cuda_allocator import use_expandable_segments
 from fsdp_trainer.errors import ConfigError, DistributedError, Interrupted
 from fsdp_trainer.patches import promote_cpu_ranks_to_fsdp
+from fsdp_trainer.phases import Phases
 from fsdp_trainer.units import format_number
 
 Result = TypeVar("Result")
@@ -31,7 +32,7 @@ class Runtime:
     """Where a run lives: real ranks on GPU or CPU, or one simulated rank of many.
 
     `launched_with` holds the launcher's FSDP_* variables, which a profile sets. `fake_mode` is set only on the
-    simulated runtime; tensors made inside `tensors()` are fake then.
+    simulated runtime; tensors made inside `tensors()` are fake then. `phases` knows which part of a step a rank is in.
     """
 
     device: torch.device
@@ -41,6 +42,7 @@ class Runtime:
     accelerator: Accelerator
     launched_with: Mapping[str, str] = field(default_factory=dict)
     fake_mode: Any = None
+    phases: Phases = field(default_factory=Phases)
 
     @property
     def is_main(self) -> bool:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.autograd.profiler import record_function
 from torch.distributed.tensor import DTensor
 
 from fsdp_trainer.data.loader import MicroBatch, Window
@@ -40,16 +39,16 @@ def train_step(run: Run, window: Window, *, learning_rate: float, optimizer_step
         scale = _backward_scale(run, window.supervised_tokens)
         for index, micro_batch in enumerate(window.micro_batches):
             run.sharding.before_micro_batch(is_last=index == len(window.micro_batches) - 1)
-            with record_function("forward"):
+            with run.runtime.phases.enter("forward"):
                 scaled_loss, summed_loss = _forward(run, micro_batch, scale)
-            with record_function("backward"):
+            with run.runtime.phases.enter("backward"):
                 scaled_loss.backward()
             loss_sum += summed_loss
         # A gathered weight would hide the update from the next forward.
         run.sharding.reshard_all()
-        with record_function("clip"):
+        with run.runtime.phases.enter("clip"):
             grad_norm = _clip_gradients(run)
-        with record_function("step"):
+        with run.runtime.phases.enter("step"):
             skipped = _move_weights(run, grad_norm, learning_rate, optimizer_step)
         run.optimizer.zero_grad(set_to_none=True)
         dist.all_reduce(loss_sum)
@@ -59,7 +58,7 @@ def train_step(run: Run, window: Window, *, learning_rate: float, optimizer_step
 @torch.no_grad()
 def eval_step(run: Run, micro_batch: MicroBatch) -> torch.Tensor:
     """Return this rank's summed loss over the micro-batch's supervised tokens, an fp32 scalar on the device."""
-    with run.runtime.tensors(), record_function("evaluate"):
+    with run.runtime.tensors(), run.runtime.phases.enter("evaluate"):
         one = torch.ones((), dtype=torch.float32, device=run.runtime.device)
         return _forward(run, micro_batch, one)[1]
 

@@ -11,42 +11,39 @@ from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import accelerate
 import torch
 import torch.distributed as dist
-import transformers
 
 from fsdp_trainer.agreement import is_main, run_on_all, run_on_main
 from fsdp_trainer.checkpoint import build_save_group, load_checkpoint
-from fsdp_trainer.checkpoint_folder import published, read_best, remove_leftovers
-from fsdp_trainer.checkpoint_manifest import Progress, read_state
-from fsdp_trainer.checkpoint_search import find_checkpoint
+from fsdp_trainer.checkpoint_folder import read_best
+from fsdp_trainer.checkpoint_manifest import Progress
 from fsdp_trainer.config import Config
-from fsdp_trainer.data.loader import evaluation_windows, steps_per_epoch
+from fsdp_trainer.data.loader import steps_per_epoch
 from fsdp_trainer.data.rows import Rows
-from fsdp_trainer.errors import ConfigError, FsdpTrainerError, Interrupted, NonFiniteError, OutputError
+from fsdp_trainer.errors import FsdpTrainerError, Interrupted, NonFiniteError, OutputError
+from fsdp_trainer.evaluation import evaluate, evaluation_is_due
 from fsdp_trainer.export import export_model
-from fsdp_trainer.export_folder import recover
 from fsdp_trainer.launch import launch, read_status
 from fsdp_trainer.memory.measure import measure_memory
 from fsdp_trainer.model_card import format_model_card
 from fsdp_trainer.optim.schedule import scheduled_rate
 from fsdp_trainer.progress import log_line
 from fsdp_trainer.rank_watch import RankWatch, watch_ranks
-from fsdp_trainer.resume_rules import check_resume, describe
+from fsdp_trainer.resume_rules import describe
 from fsdp_trainer.run import Run, build_run, check_model
 from fsdp_trainer.run_folder import SETTINGS, STATUS, append_metrics, has_evaluation, write_status
 from fsdp_trainer.runtime import Runtime, build_runtime
 from fsdp_trainer.saving import Saver
 from fsdp_trainer.signals import StopRequest, stop_on_signals
-from fsdp_trainer.step import StepOutput, eval_step, train_step
+from fsdp_trainer.step import StepOutput, train_step
 from fsdp_trainer.training_agreement import check_same_rows, check_same_settings
 from fsdp_trainer.training_data import TrainingData, load_training_data, training_windows
 from fsdp_trainer.training_folder import check_disk, hold_folder, open_folder
+from fsdp_trainer.training_start import check_length, find_start, flatten, library_versions
 from fsdp_trainer.units import format_bytes, format_number
 
 MAX_SKIPPED_IN_A_ROW = 3
@@ -129,8 +126,8 @@ def _finetune(
     check_same_rows(data.digest)
     _log_data(data, config, runtime)
     total_steps = _total_steps(config, data.train)
-    facts = describe(config.to_dict(), rows=data.digest, versions=_versions(), code=data.code)
-    resume_from = _find_start(config, runtime, output_dir, facts=facts)
+    facts = describe(config.to_dict(), rows=data.digest, versions=library_versions(), code=data.code)
+    resume_from = find_start(config, runtime, output_dir, facts=facts)
     run = build_run(config, runtime, load=resume_from is None)
     for fact in run.facts:
         log_line(fact, is_main=runtime.is_main)
@@ -149,11 +146,11 @@ def _finetune(
         )
         best = run_on_main(lambda: read_best(resume_from)) if config.checkpoint.keep_best else None
         log_line(f"resumed from {resume_from} at step {progress.step}", is_main=runtime.is_main)
-    _check_length(config, total_steps=total_steps, step=progress.step)
+    check_length(config, total_steps=total_steps, step=progress.step)
     check_disk(run, output_dir=output_dir, step=progress.step, total_steps=total_steps)
     run_on_main(lambda: open_folder(config, runtime, step=progress.step, prediction=prediction))
     if config.log.trackers:
-        settings = _flat(config.to_dict())
+        settings = flatten(config.to_dict())
         run_on_all(lambda: runtime.accelerator.init_trackers("tracker", config=settings))
     saver = Saver(
         run, facts=facts, process_group=save_group, output_dir=output_dir, saved_step=progress.step, best=best
@@ -214,7 +211,7 @@ def train_loop(run: Run, session: _Session, progress: Progress) -> Progress:
                 _log_step(run, session, row, skipped=skipped)
             if session.stop.agreed():
                 _stop(session, progress)
-            if _evaluation_is_due(config, progress.step, session.total_steps):
+            if evaluation_is_due(config, progress.step, session.total_steps):
                 _evaluate(run, session, progress)
             session.saver.poll()
             session.saver.save_if_due(progress)
@@ -284,47 +281,9 @@ def _stop(session: _Session, progress: Progress) -> NoReturn:
 # Evaluation
 
 
-def evaluate(run: Run, rows: Rows, *, pad_token_id: int, stop: StopRequest | None = None) -> float | None:
-    """Return the mean loss over all supervised tokens of `rows`, the same for every world size and micro-batch.
-
-    None when a signal arrived meanwhile. Weights are resharded afterwards.
-    """
-    config, runtime = run.config, run.runtime
-    windows = evaluation_windows(
-        rows,
-        micro_batch_size=config.batch.micro_batch_size,
-        rank=runtime.rank,
-        world_size=runtime.world_size,
-        seq_len=config.data.seq_len,
-        packing=config.data.packing,
-        pad_token_id=pad_token_id,
-    )
-    total = torch.zeros((), dtype=torch.float64, device=runtime.device)
-    tokens = 0
-    run.model.eval()
-    try:
-        with closing(windows):
-            for window in windows:
-                if stop is not None and stop.agreed():
-                    return None
-                for micro_batch in window.micro_batches:
-                    total += eval_step(run, micro_batch)
-                tokens += window.supervised_tokens
-    finally:
-        run.model.train()
-        run.sharding.reshard_all()
-    dist.all_reduce(total)
-    return total.item() / tokens
-
-
-def _evaluation_is_due(config: Config, step: int, total_steps: int) -> bool:
-    every = config.eval.every_steps
-    return (every is not None and step % every == 0) or (config.eval.at_end and step == total_steps)
-
-
 def _evaluation_is_owed(config: Config, session: _Session, step: int) -> bool:
     """Return whether a signal came between the step of the checkpoint and its evaluation; rank 0 reads, all agree."""
-    if step == 0 or not _evaluation_is_due(config, step, session.total_steps):
+    if step == 0 or not evaluation_is_due(config, step, session.total_steps):
         return False
     return run_on_main(lambda: not has_evaluation(session.output_dir, step=step))
 
@@ -375,82 +334,7 @@ def _log_data(data: TrainingData, config: Config, runtime: Runtime) -> None:
         log_line(line, is_main=runtime.is_main)
 
 
-def _versions() -> dict[str, str]:
-    return {"torch": torch.__version__, "accelerate": accelerate.__version__, "transformers": transformers.__version__}
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str | int | float | bool]:
-    """Flatten nested settings into what trackers accept as hyperparameters."""
-    flat: dict[str, str | int | float | bool] = {}
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value if isinstance(value, str | int | float | bool) else str(value)
-    return flat
-
-
 # Start and end
-
-
-def _find_start(config: Config, runtime: Runtime, output_dir: Path, *, facts: Mapping[str, Any]) -> Path | None:
-    """Return the checkpoint to go on from, after what kills left is put right.
-
-    CheckpointError on every rank when it is of another run than `facts` describe; what else changed is logged.
-    """
-    resume, newest = run_on_main(lambda: _choose_start(config.checkpoint.resume, output_dir))
-    found = find_checkpoint(output_dir, resume=resume, log=log_line)
-    if resume != "auto" and newest is not None and (found is None or found.resolve() != newest):
-        raise ConfigError(
-            "The run folder holds newer checkpoints: auto would take them up again later, a new run would delete them.",
-            values=f"checkpoint.resume: {resume}, newest {newest}",
-            fix="set another output_dir, set checkpoint.resume: auto, or move the newer checkpoints away",
-        )
-    if found is not None:
-        anyway = config.checkpoint.resume_anyway
-        compare = partial(check_resume, now=facts, anyway=anyway, source=str(found))
-        for line in run_on_main(lambda: compare(read_state(found)["facts"])):
-            log_line(line, is_main=runtime.is_main)
-    return found
-
-
-def _choose_start(resume: str, output_dir: Path) -> tuple[str, Path | None]:
-    """Return where to look for a checkpoint and the newest in `output_dir`, after what kills left is put right.
-
-    A path outside a folder that has checkpoints of its own is where the folder's run once began: that run goes on.
-    """
-    remove_leftovers(output_dir)
-    recover(output_dir / "model")
-    newest = next((path.resolve() for path in published(output_dir)), None)
-    elsewhere = (
-        resume not in ("auto", "never") and newest is not None and Path(resume).resolve().parent != newest.parent
-    )
-    if elsewhere:
-        log_line(f"{output_dir} has checkpoints of its own: going on from those, not from {resume}")
-    return ("auto" if elsewhere else resume), newest
-
-
-def _check_length(config: Config, *, total_steps: int, step: int) -> None:
-    """Refuse settings that cannot take effect in a run of this length, known only now."""
-    warmup, every = config.schedule.warmup_steps, config.eval.every_steps
-    if warmup is not None and warmup > total_steps:
-        raise ConfigError(
-            "The warm-up is longer than the run, so the learning rate never gets to optim.lr.",
-            values=f"schedule.warmup_steps: {warmup}, {format_number(total_steps, 'step')} in all",
-            fix=f"set schedule.warmup_steps to at most {total_steps}, or train longer",
-        )
-    if config.data.eval is not None and not config.eval.at_end and every is not None and every > total_steps:
-        raise ConfigError(
-            "The held-out data would never be measured.",
-            values=f"eval.every_steps: {every}, eval.at_end: false, {format_number(total_steps, 'step')} in all",
-            fix="set eval.at_end: true, or lower eval.every_steps",
-        )
-    if step > total_steps:
-        raise ConfigError(
-            "The run is further than the steps asked for.",
-            values=f"the checkpoint is at step {step}, the settings make {format_number(total_steps, 'step')}",
-            fix="raise train.max_steps or train.epochs, or set checkpoint.resume to an earlier checkpoint elsewhere",
-        )
 
 
 def _exports_all(config: Config) -> bool:
@@ -472,7 +356,7 @@ def _finish(run: Run, session: _Session, progress: Progress) -> None:
             tokenizer=data.tokenizer,
             dtype=config.export.dtype,
             generation_config=data.generation_config,
-            card=format_model_card(config, progress=progress, versions=_versions(), dtype=config.export.dtype),
+            card=format_model_card(config, progress=progress, versions=library_versions(), dtype=config.export.dtype),
         )
         log_line(
             f"model: {exported.folder} ({format_bytes(exported.total_bytes)}, {config.export.dtype}"

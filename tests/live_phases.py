@@ -29,7 +29,7 @@ def measure(run_settings: dict[str, Any], steps: Sequence[Sequence[Any]]) -> dic
     from torch.utils._pytree import tree_leaves
 
     from benchmarks.live_bytes import LiveBytes
-    from fsdp_trainer.memory.ledger import PHASES
+    from fsdp_trainer.memory.recording import PHASES
     from fsdp_trainer.memory.traced_run import tensors_of
     from fsdp_trainer.step import eval_step, train_step
 

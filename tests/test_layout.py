@@ -37,6 +37,9 @@ PARTS = {
     "self_test": "training",
     "demo": "cli",
     "training": "training",
+    "training_start": "training",
+    "evaluation": "training",
+    "phases": "techniques",
     "memory.planner": "planner",
     "memory.plan": "planner",
     "memory.planning": "planner",
@@ -49,7 +52,7 @@ PARTS = {
     "memory.postmortem": "measure",
     "memory.simulate": "simulate",
     "memory.allocator": "simulate",
-    "memory.ledger": "facts",
+    "memory.recording": "facts",
     "memory.trace": "simulate",
     "memory.traced_run": "simulate",
     "memory.cuda_kernels": "simulate",
@@ -143,7 +146,7 @@ WITHOUT_TORCH = (
 )
 WITHOUT_TORCH += ("cuda_allocator", "run_lock", "data", "data.sources", "data.formats", "data.readers")
 WITHOUT_TORCH += ("memory", "memory.hardware", "memory.machine", "memory.estimate")
-WITHOUT_TORCH += ("memory.simulation", "memory.ledger", "memory.timing", "memory.rates", "memory.estimate_time")
+WITHOUT_TORCH += ("memory.simulation", "memory.recording", "memory.timing", "memory.rates", "memory.estimate_time")
 WITHOUT_TORCH += ("memory.planning", "memory.calibration", "memory.import_memory", "cli_import")
 WITHOUT_TORCH += ("memory.plan", "memory.planner", "memory.candidates", "memory.candidate_estimates", "memory.remedies")
 WITHOUT_TORCH += ("ladder",)

@@ -27,7 +27,7 @@ from fsdp_trainer.memory.estimate_model import (
     layer_activation_bytes,
 )
 from fsdp_trainer.memory.estimate_settings import StepSettings
-from fsdp_trainer.memory.ledger import CATEGORIES
+from fsdp_trainer.memory.recording import CATEGORIES
 
 Timeline = list[tuple[int, str, dict[str, int]]]
 

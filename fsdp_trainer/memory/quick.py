@@ -25,7 +25,7 @@ from fsdp_trainer.memory.estimate_step import Timeline, estimate_step, find_peak
 from fsdp_trainer.memory.estimate_time import estimate_step_time
 from fsdp_trainer.memory.hardware import Hardware, read_overheads
 from fsdp_trainer.memory.host import ProcessParts, estimate_process, host_memory
-from fsdp_trainer.memory.ledger import PHASES
+from fsdp_trainer.memory.recording import PHASES
 from fsdp_trainer.memory.simulation import check_precision
 from fsdp_trainer.memory.simulation_text import format_step_time
 from fsdp_trainer.memory.timing import time_json

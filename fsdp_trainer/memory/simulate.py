@@ -7,7 +7,7 @@ from fsdp_trainer.config import Config
 from fsdp_trainer.memory.allocator import Replay, replay, smallest_capacity
 from fsdp_trainer.memory.hardware import Hardware, read_overheads
 from fsdp_trainer.memory.host import WORKER_BYTES, HostMemory, ProcessParts, host_memory, loading_bytes
-from fsdp_trainer.memory.ledger import Ledger
+from fsdp_trainer.memory.recording import Recording
 from fsdp_trainer.memory.simulation import Simulation, capability_of, check_known, check_precision
 from fsdp_trainer.memory.traced_run import Trace, trace_run
 from fsdp_trainer.memory.traced_time import time_traced
@@ -95,7 +95,7 @@ def _memory_on_cpu(
     )
 
 
-def allocator_events(ledger: Ledger) -> list[tuple[int, int, int]]:
+def allocator_events(ledger: Recording) -> list[tuple[int, int, int]]:
     """Return the ledger as the allocator's replay takes it: (allocation, bytes, stream)."""
     return [(index, size, ledger.allocations[index].stream) for index, size, _ in ledger.events]
 

@@ -7,7 +7,7 @@ from typing import Any
 from fsdp_trainer.config import Config
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.memory.hardware import Hardware
-from fsdp_trainer.memory.ledger import PHASES, Ledger
+from fsdp_trainer.memory.recording import PHASES, Recording
 from fsdp_trainer.memory.timing import StepTime, time_json
 
 GIB = 2**30
@@ -52,7 +52,7 @@ class Simulation:
     step_time: StepTime | None
     tokens_per_rank: int
     config: Mapping[str, Any]
-    ledger: Ledger | None = field(default=None, repr=False, compare=False)
+    ledger: Recording | None = field(default=None, repr=False, compare=False)
     timeline: Sequence[tuple[int, str, Mapping[str, int]]] = field(default=(), repr=False, compare=False)
 
     @property

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from fsdp_trainer.memory.cuda_kernels import backward_workspaces
-from fsdp_trainer.memory.ledger import PHASES, Allocation, Event, Ledger
+from fsdp_trainer.memory.recording import PHASES, Allocation, Event, Recording
 from fsdp_trainer.memory.work import Work, count_work
 from fsdp_trainer.optim.paged import LABEL as MANAGED
 
@@ -126,11 +126,11 @@ class MemoryTrace(TorchDispatchMode):
         for tensor in tensors:
             self._see(tensor, category)
 
-    def ledgers(self) -> tuple[Ledger, Ledger]:
+    def ledgers(self) -> tuple[Recording, Recording]:
         """Return what was recorded: of the device, and of the host."""
         visits = tuple(self.visits)
         device, host = (
-            Ledger(tuple(place.allocations), tuple(place.events), visits) for place in self._places.values()
+            Recording(tuple(place.allocations), tuple(place.events), visits) for place in self._places.values()
         )
         return device, host
 

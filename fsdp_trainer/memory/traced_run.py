@@ -27,7 +27,7 @@ from fsdp_trainer.export import (
 )
 from fsdp_trainer.memory.cuda_kernels import cuda_attention, find_overheads, keep_operations_fused
 from fsdp_trainer.memory.host import copied_ahead, pinned_bytes
-from fsdp_trainer.memory.ledger import Ledger
+from fsdp_trainer.memory.recording import Recording
 from fsdp_trainer.memory.trace import MemoryTrace
 from fsdp_trainer.memory.traced_time import StepWork
 from fsdp_trainer.run import Run, build_run
@@ -46,8 +46,8 @@ class Trace:
     export (a file, and one group of it in both layouts) add on the host.
     """
 
-    device: Ledger
-    host: Ledger
+    device: Recording
+    host: Recording
     work: StepWork | None
     parameters: int
     staged: int

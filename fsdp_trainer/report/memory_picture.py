@@ -12,7 +12,7 @@ from typing import Any
 from rich.text import Text
 
 from fsdp_trainer.errors import ConfigError, OutputError
-from fsdp_trainer.memory.ledger import CATEGORIES
+from fsdp_trainer.memory.recording import CATEGORIES
 
 GIB = 2**30
 PICTURES = (".png", ".svg", ".pdf")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fsdp_trainer.errors import ConfigError, OutputError
-from fsdp_trainer.memory.ledger import CATEGORIES
+from fsdp_trainer.memory.recording import CATEGORIES
 from fsdp_trainer.report.memory_picture import (
     LETTERS,
     SCALE,

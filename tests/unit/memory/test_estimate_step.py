@@ -13,7 +13,7 @@ from fsdp_trainer.memory.estimate import GIB, RECIPES
 from fsdp_trainer.memory.estimate_model import ModelShape, count_layers, count_parameters, read_model_shape
 from fsdp_trainer.memory.estimate_settings import StepSettings
 from fsdp_trainer.memory.estimate_step import estimate_step, find_peak, phase_peaks
-from fsdp_trainer.memory.ledger import CATEGORIES
+from fsdp_trainer.memory.recording import CATEGORIES
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

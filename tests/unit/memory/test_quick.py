@@ -16,8 +16,8 @@ from fsdp_trainer import cli
 from fsdp_trainer.config import Config
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.memory.hardware import parse_gpus
-from fsdp_trainer.memory.ledger import CATEGORIES, PHASES
 from fsdp_trainer.memory.quick import quick_timeline, simulate_quick
+from fsdp_trainer.memory.recording import CATEGORIES, PHASES
 from fsdp_trainer.memory.simulation import Simulation
 from tests.ranks import run_ranks
 

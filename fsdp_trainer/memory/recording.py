@@ -52,20 +52,20 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Ledger:
+class Recording:
     """Everything that was allocated and freed, in order. `visits` names the phase of each visit."""
 
     allocations: tuple[Allocation, ...]
     events: tuple[Event, ...]
     visits: tuple[str, ...]
 
-    def rounded(self, categories: Iterable[str], size_of: Callable[[int], int]) -> "Ledger":
+    def rounded(self, categories: Iterable[str], size_of: Callable[[int], int]) -> "Recording":
         """Return the ledger with `size_of` each allocation of these categories in place of its size."""
         found = tuple(
             replace(a, size=size_of(a.size)) if self.category(a) in categories else a for a in self.allocations
         )
         events = tuple((i, found[i].size if size > 0 else -found[i].size, visit) for i, size, visit in self.events)
-        return Ledger(found, events, self.visits)
+        return Recording(found, events, self.visits)
 
     @cached_property
     def phases(self) -> dict[str, int]:

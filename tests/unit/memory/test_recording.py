@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from fsdp_trainer.memory.ledger import CATEGORIES, Allocation, Ledger
+from fsdp_trainer.memory.recording import CATEGORIES, Allocation, Recording
 
 # load, forward, backward, forward, step
 VISITS = ("load", "forward", "backward", "forward", "step")
 
 
-def make(*lives: tuple[int, int, int | None, dict[str, object]]) -> Ledger:
+def make(*lives: tuple[int, int, int | None, dict[str, object]]) -> Recording:
     """Make a ledger of allocations (bytes, visit of birth, visit of death, further fields), each born in order."""
     moments: list[tuple[int, int, int]] = []
     for index, (_, born, died, _) in enumerate(lives):
@@ -30,7 +30,7 @@ def make(*lives: tuple[int, int, int | None, dict[str, object]]) -> Ledger:
     for allocation, (*_, fields) in zip(allocations, lives, strict=True):
         for name, value in fields.items():
             setattr(allocation, name, value)
-    return Ledger(tuple(allocations), tuple(events), VISITS)
+    return Recording(tuple(allocations), tuple(events), VISITS)
 
 
 def test_a_phase_counts_what_is_there_when_it_begins() -> None:
