@@ -18,7 +18,6 @@ from fsdp_trainer.errors import ConfigError, FsdpTrainerError
 from fsdp_trainer.ladder_result import LADDER, PAGE, LadderResult
 from fsdp_trainer.ladder_rungs import LEAST_STEPS, STEPS
 from fsdp_trainer.progress import log_error, log_line
-from fsdp_trainer.report.ladder_text import build_table, format_ladder
 
 FLAGS = (
     *("--config", "--processes", "--steps", "--rungs", "--only", "--until-fits", "--skip-unfit", "--fresh", "--out"),
@@ -63,6 +62,7 @@ def climb(
     settings = Config.load(config, list(context.args))
     # Imported here: help and errors about settings answer without the planner.
     from fsdp_trainer.ladder_run import ladder
+    from fsdp_trainer.report.ladder_text import format_ladder
 
     with _watching(quiet=as_json) as watch:
         found = ladder(
@@ -93,6 +93,8 @@ def _width() -> int:
 @contextmanager
 def _watching(*, quiet: bool) -> Iterator[Any]:
     """Give what shows the ladder as it grows: a table in a terminal, else a line for each thing that happens."""
+    from fsdp_trainer.report.ladder_text import build_table
+
     console = Console(stderr=quiet, highlight=False)
     if not console.is_terminal:
         yield _say_lines(log_error if quiet else log_line)

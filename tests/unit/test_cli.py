@@ -78,6 +78,7 @@ def test_only_commands_that_exist_are_listed() -> None:
         "verify",
         "simulate",
         "plan",
+        "ladder",
         "import-deepspeed",
         "import-accelerate",
         "import-trainer",
