@@ -58,6 +58,11 @@ class LadderResult:
         del found["folder"]
         return found | {"rungs": list(found["rungs"]), "fits": self.fits}
 
+    def _repr_html_(self) -> str:
+        from fsdp_trainer.report.ladder_html import format_ladder_html
+
+        return format_ladder_html(self.to_json(), page=False)
+
     @classmethod
     def read(cls, folder: Path) -> "LadderResult | None":
         """Read ladder.json of a folder; None where there is none that can be read."""

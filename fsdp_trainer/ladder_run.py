@@ -23,14 +23,14 @@ from fsdp_trainer.errors import (
     Interrupted,
     OutputError,
 )
-from fsdp_trainer.ladder_result import LADDER, LadderResult, RungResult
+from fsdp_trainer.ladder_result import LADDER, PAGE, LadderResult, RungResult
 from fsdp_trainer.ladder_rungs import STEPS, Rung, choose_rungs, make_rungs, read_rungs
 from fsdp_trainer.launch import count_gpus, launch, plan_processes, read_status
 from fsdp_trainer.memory.hardware import GIB, Hardware
 from fsdp_trainer.memory.planning import hardware_here
 from fsdp_trainer.memory.simulation import Simulation
 from fsdp_trainer.memory.simulation_workers import Answer, simulation_workers
-from fsdp_trainer.run_folder import METRICS, SETTINGS, STATUS, check_writable, write_json
+from fsdp_trainer.run_folder import METRICS, SETTINGS, STATUS, check_writable, write_json, write_text_atomically
 from fsdp_trainer.run_lock import lock_folder, unlock_folder
 from fsdp_trainer.units import format_bytes, format_number
 
@@ -85,7 +85,10 @@ def ladder(
         climb.tell(*unknown, *(f"{name}: kept from an earlier start ({old.outcome})" for name, old in before.items()))
         left = [rung for rung in chosen if rung.config is not None and rung.name not in before]
         found = _predict(climb, left, hardware)
-        _measure(climb, left, found, start=_starter(count), until_fits=until_fits, skip_unfit=skip_unfit)
+        try:
+            _measure(climb, left, found, start=_starter(count), until_fits=until_fits, skip_unfit=skip_unfit)
+        finally:
+            _write_page(climb)
         return climb.result
 
 
@@ -133,6 +136,17 @@ def _begin(
         steps=steps,
         rungs=tuple(map(row, rungs)),
     )
+
+
+def _write_page(climb: _Climb) -> None:
+    """Leave ladder.html; a page that cannot be written is a line, for the numbers are there."""
+    from fsdp_trainer.report.ladder_html import format_ladder_html  # here: it draws, with matplotlib
+
+    try:
+        page = format_ladder_html(climb.result.to_json())
+        write_text_atomically(climb.result.folder / PAGE, page)
+    except OSError as error:
+        climb.tell(f"{PAGE} cannot be written: {error}")
 
 
 # --- before the first rung -------------------------------------------------------------------------------------------

@@ -129,6 +129,9 @@ def test_running_out_is_a_result_and_so_is_failing(config: Config, launched: Any
     assert result.rungs[0].measured_gib is None and result.rungs[0].first_loss is None
     assert json.loads((result.folder / "ladder.json").read_text()) == result.to_json()
     assert LadderResult.read(result.folder) == result
+    page = (result.folder / "ladder.html").read_text()
+    assert page.startswith("<!doctype html>") and "baseline ended with 8" in page
+    assert "stage2" in result._repr_html_()
 
 
 def test_speed_leaves_out_the_first_and_the_traced_step(config: Config, launched: Any) -> None:
