@@ -58,6 +58,11 @@ class LadderResult:
         del found["folder"]
         return found | {"rungs": list(found["rungs"]), "fits": self.fits}
 
+    def __str__(self) -> str:
+        from fsdp_trainer.report.ladder_text import format_ladder
+
+        return format_ladder(self.to_json())
+
     def _repr_html_(self) -> str:
         from fsdp_trainer.report.ladder_html import format_ladder_html
 

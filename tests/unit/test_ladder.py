@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from fsdp_trainer import cli, ladder_run
+from fsdp_trainer import cli, cli_ladder, ladder_run
 from fsdp_trainer.config import Config
 from fsdp_trainer.errors import ConfigError, DataError, DistributedError, FolderInUse, FsdpTrainerError, Interrupted
 from fsdp_trainer.ladder_result import LadderResult
 from fsdp_trainer.ladder_run import OUT_OF_MEMORY, ladder
+from fsdp_trainer.ladder_rungs import usual_techniques
 from fsdp_trainer.memory.simulation import GIB, Simulation
 from fsdp_trainer.report.ladder_text import format_ladder
 from fsdp_trainer.run_lock import lock_folder, unlock_folder
@@ -310,6 +312,36 @@ def test_wrong_words(
     (tmp_path / "data" / "train.jsonl").write_text("{}\n")
     assert command(*words) == 2
     assert said in capsys.readouterr().err
+
+
+# --- docs/ladder.md
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "ladder.md").read_text(encoding="utf-8")
+
+
+def test_the_page_names_every_flag_and_rung() -> None:
+    assert all(f"`{flag}" in PAGE or f"{flag} " in PAGE for flag in cli_ladder.FLAGS)
+    for name, _, _ in usual_techniques(Config()):
+        assert f"| `{name}` |" in PAGE
+
+
+def test_the_examples_of_the_page_run(
+    config: Config, launched: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = launched()
+    monkeypatch.chdir(tmp_path)
+    config.save("run.yaml")
+    (line,) = re.findall(r"```bash\nfsdp-trainer ladder (.*?)\n```", PAGE)
+    assert command(*line.split()) == 0
+    assert len(run) == 9
+    (own,) = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
+    Path("rungs.yaml").write_text(own)
+    assert command(*line.split(), "--rungs", "rungs.yaml", "--out", "own") == 0
+    assert run[9:] == ["as-it-is", "gradients-in-bf16", "2-rows-at-once"]
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    capsys.readouterr()
+    exec(compile(code, "ladder.md", "exec"), {})
+    assert "first to fit: baseline" in capsys.readouterr().out
 
 
 def test_the_table_keeps_to_80_columns(config: Config, launched: Any, simulated: dict[str, Any]) -> None:
