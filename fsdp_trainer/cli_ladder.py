@@ -104,7 +104,7 @@ def _watching(*, quiet: bool) -> Iterator[Any]:
 
         def show(result: LadderResult, running: str | None, line: str) -> None:
             last = Text(line, style="dim", no_wrap=True, overflow="ellipsis")
-            live.update(Group(build_table(result.to_json(), running=running), last))
+            live.update(Group(build_table(result.to_json(), live=True, running=running), last))
 
         yield show
 

@@ -37,8 +37,11 @@ def _heading(ladder: Mapping[str, Any]) -> str:
     )
 
 
-def build_table(ladder: Mapping[str, Any], *, running: str | None = None) -> Table:
-    """Return one line a rung: peak memory predicted and measured, speed of all ranks, and the loss of both ends."""
+def build_table(ladder: Mapping[str, Any], *, live: bool = False, running: str | None = None) -> Table:
+    """Return one line a rung: peak memory predicted and measured, speed of all ranks, and the loss of both ends.
+
+    In a `live` table the rung `running` runs, and others wait for it.
+    """
     unit, times = unit_of(ladder["rungs"])
     table = Table(box=RULED, pad_edge=False, padding=0, show_edge=False)
     table.add_column("\nrung", no_wrap=True)
@@ -56,9 +59,13 @@ def build_table(ladder: Mapping[str, Any], *, running: str | None = None) -> Tab
             _number(rung["tokens_per_second"], ",.0f"),
             _number(rung["first_loss"], ".4f"),
             _number(rung["last_loss"], ".4f"),
-            Text("running ..." if rung["name"] == running else rung["outcome"]),
+            Text("running ..." if rung["name"] == running else "waiting" if live and _waits(rung) else rung["outcome"]),
         )
     return table
+
+
+def _waits(rung: Mapping[str, Any]) -> bool:
+    return rung["outcome"] == "not run" and not rung["message"]
 
 
 _DIGITS = {"GiB": 2, "MiB": 1}

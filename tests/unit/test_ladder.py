@@ -213,6 +213,15 @@ def test_what_was_measured_stays_unless_it_is_asked_for_anew(config: Config, lau
     assert other.rungs[0].last_loss == 1.0
 
 
+def test_what_was_measured_elsewhere_is_measured_here(config: Config, launched: Any) -> None:
+    run = launched()
+    before = climb(config, only=["stage1"])
+    elsewhere = before.to_json() | {"hardware": "2xH100-80GB"}
+    (before.folder / "ladder.json").write_text(json.dumps(elsewhere))
+    climb(config, only=["stage1"])
+    assert run == ["stage1", "stage1"]
+
+
 def test_a_failed_rung_is_tried_again(config: Config, launched: Any) -> None:
     launched(stage1=1)
     climb(config, only=["stage1"])

@@ -73,7 +73,7 @@ def test_every_rung_is_checked_or_says_why_not(picked: dict[str, Any], data: Any
         rung.config.check_world(processes)
         assert rung.config.output_dir == f"out/{rung.folder}"
         assert (rung.config.checkpoint.enabled, rung.config.checkpoint.resume) == (False, "never")
-        assert not rung.config.export.at_end
+        assert not rung.config.export.at_end and rung.config.data.eval is None
         now = {name: setting(rung.config, name) for name in dotted_names(Config)}
         changed = {name for name in now if now[name] != setting(config, name)}
         assert all(name.startswith(OF_THE_LADDER) or name in TECHNIQUES for name in changed), changed
