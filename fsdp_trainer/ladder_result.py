@@ -54,7 +54,7 @@ class LadderResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, as ladder.json holds them."""
-        found = {"version": VERSION} | asdict(self)
+        found: dict[str, Any] = {"version": VERSION} | asdict(self)
         del found["folder"]
         return found | {"rungs": list(found["rungs"]), "fits": self.fits}
 
