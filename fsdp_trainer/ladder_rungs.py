@@ -36,7 +36,7 @@ CHANGEABLE = (
 
 @dataclass(frozen=True)
 class Rung:
-    """One rung: `settings` are what it changes (dotted names), `config` the whole of its run.
+    """One rung: `settings` are what it changes of those below (dotted names), `config` the whole of its run.
 
     `config` is None where the settings are refused or can have no effect; `refusal` says why.
     """
@@ -152,6 +152,8 @@ def _usual(config: Config, base: Mapping[str, Any], *, processes: int) -> list[R
     found: list[Rung] = []
     applied: dict[str, Any] = {}
     for place, (name, what, changes) in enumerate(usual_techniques(config), start=1):
+        below = merge_settings(_copy(base), applied)
+        shown = {leaf: value for leaf, value in changes.items() if value != _at(below, leaf)}
         tried = {**applied, **changes}
         made: Config | None = None
         refusal = ""
@@ -163,7 +165,7 @@ def _usual(config: Config, base: Mapping[str, Any], *, processes: int) -> list[R
             applied = tried  # on one rank too: offloading parameters needs a stage
             if processes == 1 and "sharding.zero_stage" in changes and changes["sharding.zero_stage"]:
                 made, refusal = None, "one rank has nothing to shard with"
-        found.append(Rung(place, name, what, changes, made, refusal))
+        found.append(Rung(place, name, what, shown, made, refusal))
     return found
 
 

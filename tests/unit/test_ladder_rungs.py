@@ -79,7 +79,7 @@ def test_every_rung_is_checked_or_says_why_not(picked: dict[str, Any], data: Any
         assert all(name.startswith(OF_THE_LADDER) or name in TECHNIQUES for name in changed), changed
         if below is not None and processes > 1:
             differs = {name for name in now if now[name] != below[name]} - {"output_dir"}
-            assert differs and differs <= set(rung.settings), (rung.name, differs)
+            assert differs and differs == set(rung.settings), (rung.name, differs)
         below = now
     assert processes == 1 or rungs[0].config is not None
 
