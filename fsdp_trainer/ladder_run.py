@@ -27,6 +27,7 @@ from fsdp_trainer.ladder_result import LADDER, PAGE, LadderResult, RungResult
 from fsdp_trainer.ladder_rungs import STEPS, Rung, choose_rungs, make_rungs, read_rungs
 from fsdp_trainer.launch import count_gpus, launch, plan_processes, read_status
 from fsdp_trainer.memory.hardware import GIB, Hardware
+from fsdp_trainer.memory.ledger import Ledger
 from fsdp_trainer.memory.planning import hardware_here
 from fsdp_trainer.memory.simulation import Simulation
 from fsdp_trainer.memory.simulation_workers import Answer, simulation_workers
@@ -321,20 +322,18 @@ class _Step:
 def read_measured(folder: Path) -> dict[str, Any]:
     """Return what the run in `folder` measured, as far as it got: losses, speed without warm-up, peak memory."""
     steps = list(_read_steps(folder))
-    memory = _read_memory(folder)
-    traced = (memory.get("traced_step") or {}).get("step")
+    ledger = Ledger.read(folder)
+    traced = ledger.traced_step.step if ledger is not None and ledger.traced_step is not None else None
     timed = [step for step in steps if step.step not in (1, traced)]
     seconds = sum(step.seconds for step in timed)
-    peak = memory.get("peak") or {}
-    found = {
-        "measured_gib": peak.get("measured_gib"),
-        "source": memory.get("source"),
+    return {
+        "measured_gib": ledger.peak.measured_gib if ledger is not None else None,
+        "source": ledger.source if ledger is not None else None,
         "tokens_per_second": sum(step.tokens for step in timed) / seconds if seconds else None,
         "step_seconds": seconds / len(timed) if timed else None,
         "first_loss": steps[0].loss if steps else None,
         "last_loss": steps[-1].loss if steps else None,
     }
-    return found | ({"usable_gib": memory["usable_gib"]} if memory.get("usable_gib") is not None else {})
 
 
 def _read_steps(folder: Path) -> Iterator[_Step]:
@@ -344,11 +343,3 @@ def _read_steps(folder: Path) -> Iterator[_Step]:
                 row = json.loads(line)
                 if "loss" in row:
                     yield _Step(row["step"], row["loss"], row["step_seconds"], row["tokens"])
-
-
-def _read_memory(folder: Path) -> Mapping[str, Any]:
-    try:
-        found = json.loads((folder / "memory.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -28,14 +28,21 @@ from fsdp_trainer.errors import FsdpTrainerError, Interrupted, NonFiniteError, O
 from fsdp_trainer.evaluation import evaluate, evaluation_is_due
 from fsdp_trainer.export import export_model
 from fsdp_trainer.launch import launch, read_status
-from fsdp_trainer.memory.measure import measure_memory
 from fsdp_trainer.model_card import format_model_card
 from fsdp_trainer.optim.schedule import scheduled_rate
 from fsdp_trainer.progress import log_line
 from fsdp_trainer.rank_watch import RankWatch, watch_ranks
 from fsdp_trainer.resume_rules import describe
 from fsdp_trainer.run import Run, build_run, check_model
-from fsdp_trainer.run_folder import SETTINGS, STATUS, append_metrics, has_evaluation, write_status
+from fsdp_trainer.run_folder import (
+    PREDICTION,
+    SETTINGS,
+    STATUS,
+    append_metrics,
+    has_evaluation,
+    write_json,
+    write_status,
+)
 from fsdp_trainer.runtime import Runtime, build_runtime
 from fsdp_trainer.saving import Saver
 from fsdp_trainer.signals import StopRequest, stop_on_signals
@@ -43,6 +50,7 @@ from fsdp_trainer.step import StepOutput, train_step
 from fsdp_trainer.training_agreement import check_same_rows, check_same_settings
 from fsdp_trainer.training_data import TrainingData, load_training_data, training_windows
 from fsdp_trainer.training_folder import check_disk, hold_folder, open_folder
+from fsdp_trainer.training_ledger import RunLedger
 from fsdp_trainer.training_start import check_length, find_start, flatten, library_versions
 from fsdp_trainer.units import format_bytes, format_number
 
@@ -59,7 +67,7 @@ def finetune(config: Config, *, processes: int | None = None, prediction: Mappin
     can mend; Interrupted after a signal, with a checkpoint saved.
     """
     if processes is not None and not _is_launched():
-        return _start_processes(config, processes)
+        return _start_processes(config, processes, prediction)
     with stop_on_signals() as stop:
         runtime = build_runtime(
             timeout_minutes=config.train.timeout_minutes,
@@ -79,10 +87,12 @@ def _is_launched() -> bool:
     return dist.is_torchelastic_launched() or int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def _start_processes(config: Config, processes: int) -> Path:
+def _start_processes(config: Config, processes: int, prediction: Mapping[str, Any] | None) -> Path:
     with tempfile.TemporaryDirectory() as folder:
         settings = Path(folder) / SETTINGS
         config.save(settings)
+        if prediction is not None:
+            write_json(Path(folder), PREDICTION, prediction)  # where the ranks look for it
         # A notebook shows what this process prints, not what a child writes to the server's terminal.
         on_line = log_line if "ipykernel" in sys.modules else None
         code = launch(config, arguments=["--config", str(settings)], processes=processes, on_line=on_line)
@@ -106,6 +116,7 @@ class _Session:
     stop: StopRequest
     saver: Saver
     watch: RankWatch | None
+    ledger: RunLedger
 
 
 def _finetune(
@@ -128,6 +139,7 @@ def _finetune(
     total_steps = _total_steps(config, data.train)
     facts = describe(config.to_dict(), rows=data.digest, versions=library_versions(), code=data.code)
     resume_from = find_start(config, runtime, output_dir, facts=facts)
+    ledger = RunLedger(runtime, output_dir=output_dir, plan=prediction)
     run = build_run(config, runtime, load=resume_from is None)
     for fact in run.facts:
         log_line(fact, is_main=runtime.is_main)
@@ -155,7 +167,7 @@ def _finetune(
     saver = Saver(
         run, facts=facts, process_group=save_group, output_dir=output_dir, saved_step=progress.step, best=best
     )
-    session = _Session(data, total_steps, output_dir, stop, saver, watch)
+    session = _Session(data, total_steps, output_dir, stop, saver, watch, ledger)
     stop.check_all()
     if _evaluation_is_owed(config, session, progress.step):
         _evaluate(run, session, progress)
@@ -186,12 +198,15 @@ def train_loop(run: Run, session: _Session, progress: Progress) -> Progress:
                 total_steps=session.total_steps,
             )
             started = time.perf_counter()
-            output = train_step(run, window, learning_rate=rate, optimizer_step=progress.optimizer_steps)
-            loss, grad_norm, skipped = _read(output)
+            is_last = progress.step + 1 == session.total_steps
+            with session.ledger.watch(run, window, is_last=is_last) as traced:
+                output = train_step(run, window, learning_rate=rate, optimizer_step=progress.optimizer_steps)
+                loss, grad_norm, skipped = _read(output)
             seconds = time.perf_counter() - started
             if skipped or loss != loss:
                 _check_skip(run, progress, loss=loss, grad_norm=grad_norm, rows=window.row_indices)
             progress = _advance(progress, window, skipped=skipped)
+            session.ledger.took(run, progress.step, seconds, traced=traced)
             if session.watch is not None:
                 session.watch.step = progress.step
             if progress.step % config.log.every_steps == 0 or progress.step == session.total_steps:
@@ -206,11 +221,12 @@ def train_loop(run: Run, session: _Session, progress: Progress) -> Progress:
                     "step_seconds": seconds,
                     "tokens_per_second": window.tokens / seconds,
                     "mfu": None,  # needs the peak of the device, which the hardware catalogue will know
-                    **measure_memory(runtime.device),
+                    **session.ledger.measure(),
+                    **({"traced": True} if traced else {}),
                 }
                 _log_step(run, session, row, skipped=skipped)
             if session.stop.agreed():
-                _stop(session, progress)
+                _stop(run, session, progress)
             if evaluation_is_due(config, progress.step, session.total_steps):
                 _evaluate(run, session, progress)
             session.saver.poll()
@@ -266,8 +282,9 @@ def _total_steps(config: Config, rows: Rows) -> int:
     return config.train.epochs * steps_per_epoch(rows.n_rows, global_batch_size=config.batch.global_batch_size)
 
 
-def _stop(session: _Session, progress: Progress) -> NoReturn:
+def _stop(run: Run, session: _Session, progress: Progress) -> NoReturn:
     path = session.saver.save_now(progress)
+    session.ledger.finish(run)
     if is_main():
         with suppress(OutputError):  # what counts is saved
             write_status(session.output_dir, state="interrupted", exit_code=Interrupted.exit_code, step=progress.step)
@@ -295,7 +312,7 @@ def _evaluate(run: Run, session: _Session, progress: Progress) -> None:
     started = time.perf_counter()
     loss = evaluate(run, rows, pad_token_id=session.data.pad_token_id, stop=session.stop)
     if loss is None:
-        _stop(session, progress)
+        _stop(run, session, progress)
     seconds = time.perf_counter() - started
     log_line(f"step {progress.step}: eval_loss {loss:.4f} ({seconds:.1f} s)", is_main=run.runtime.is_main)
     _write_metrics(run, session, {"step": progress.step, "eval_loss": loss})
@@ -319,7 +336,7 @@ def _log_step(run: Run, session: _Session, row: Mapping[str, Any], *, skipped: b
 
 def _write_metrics(run: Run, session: _Session, row: Mapping[str, Any]) -> None:
     """Write a row to metrics.jsonl and the trackers. Collective: a full disk ends the run on all ranks."""
-    numbers = {key: value for key, value in row.items() if key != "step" and value is not None}
+    numbers = {key: value for key, value in row.items() if key not in ("step", "traced") and value is not None}
 
     def write() -> None:
         append_metrics(session.output_dir, row)
@@ -348,22 +365,25 @@ def _finish(run: Run, session: _Session, progress: Progress) -> None:
     session.saver.save_now(progress)
     session.saver.close()
     if config.export.at_end:
-        exported = export_model(
-            session.output_dir / "model",
-            model=run.model,
-            optimizer=run.optimizer,
-            hf_config=run.hf_config,
-            tokenizer=data.tokenizer,
-            dtype=config.export.dtype,
-            generation_config=data.generation_config,
-            card=format_model_card(config, progress=progress, versions=library_versions(), dtype=config.export.dtype),
-        )
+        card = format_model_card(config, progress=progress, versions=library_versions(), dtype=config.export.dtype)
+        with runtime.phases.enter("save"):
+            exported = export_model(
+                session.output_dir / "model",
+                model=run.model,
+                optimizer=run.optimizer,
+                hf_config=run.hf_config,
+                tokenizer=data.tokenizer,
+                dtype=config.export.dtype,
+                generation_config=data.generation_config,
+                card=card,
+            )
         log_line(
             f"model: {exported.folder} ({format_bytes(exported.total_bytes)}, {config.export.dtype}"
             + ("" if _exports_all(config) else ": updates smaller than its rounding are lost, fp32 keeps them")
             + ")",
             is_main=runtime.is_main,
         )
+    session.ledger.finish(run)
     # Not end_training, which destroys the process group as well. Only rank 0 has trackers.
     run_on_main(lambda: [tracker.finish() for tracker in runtime.accelerator.trackers])
     run_on_main(lambda: write_status(session.output_dir, state="finished", exit_code=0, step=progress.step))

@@ -17,6 +17,7 @@ from fsdp_trainer.errors import ConfigError, DataError, DistributedError, Folder
 from fsdp_trainer.ladder_result import LadderResult
 from fsdp_trainer.ladder_run import OUT_OF_MEMORY, ladder
 from fsdp_trainer.ladder_rungs import usual_techniques
+from fsdp_trainer.memory.ledger import RankMemory, TracedStep, build_ledger
 from fsdp_trainer.memory.simulation import GIB, Simulation
 from fsdp_trainer.report.ladder_text import format_ladder
 from fsdp_trainer.run_lock import lock_folder, unlock_folder
@@ -90,9 +91,13 @@ def leave_run(folder: Path, *, steps: int) -> None:
         {"step": n, "loss": 7.0 - n, "tokens": 256, "step_seconds": seconds.get(n, 0.5)} for n in range(1, steps + 1)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    memory = {"source": "trace", "usable_gib": None, "peak": {"measured_gib": 1.5}, "traced_step": {"step": 2}}
+    measured = RankMemory({"backward": 3 * 2**29}, {}, categories=None, retries=None, host=0)
+    traced = TracedStep(step=2, seconds=5.0, usual_seconds=0.5)
+    ledger = build_ledger(
+        [measured], device="CPU", usable_bytes=None, source="trace", prediction=None, traced_step=traced, timeline=()
+    )
     if steps:
-        (folder / "memory.json").write_text(json.dumps(memory))
+        (folder / "memory.json").write_text(json.dumps(ledger.to_json()))
 
 
 def simulation(config: Config, *, peak: int, least: int, limit: int = 4 * GIB) -> Simulation:
