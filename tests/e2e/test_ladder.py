@@ -20,7 +20,7 @@ from tests.e2e.tiny_run import tiny
 from tests.ranks import REPOSITORY
 
 Folder = Callable[[str], str]
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1500)
 
 
 def ladder_command(file: str, *words: str) -> list[str]:
@@ -88,7 +88,7 @@ def climbed(tmp_path_factory: pytest.TempPathFactory) -> LadderResult:
         "output_dir": str(folder / "run"),
     }
     command = ladder_command(write_settings(settings, folder), "--only", ",".join(RUNGS), "--steps", str(STEPS))
-    assert run_command(command, cwd=REPOSITORY, timeout=540).returncode == 0
+    assert run_command(command, cwd=REPOSITORY, timeout=1400).returncode == 0
     result = LadderResult.read(folder / "run-ladder")
     assert result is not None
     return result
