@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from fsdp_trainer.data.loader import Window
+from fsdp_trainer.optim.offloaded_adamw import OffloadedAdamW
 from fsdp_trainer.run import Run
 
 Mark = Callable[[Iterable[torch.Tensor], str], None]
@@ -18,6 +19,8 @@ def mark_run(run: Run, mark: Mark) -> None:
     """Mark what a run that is built holds: its parameters, wherever their masters are, and its buffers."""
     mark(run.model.parameters(), "parameters")
     mark(run.model.buffers(), "buffers")
+    if isinstance(run.optimizer, OffloadedAdamW):
+        mark(run.optimizer.frozen_masters.values(), "parameters")
 
 
 def mark_window(window: Window, mark: Mark) -> None:
@@ -34,6 +37,8 @@ def mark_resting(run: Run, mark: Mark) -> None:
     gathered = (found for group in run.sharding.groups() for p in group.fsdp_params for found in p.all_gather_outputs)
     mark(gathered, "unsharded_parameters")
     mark(filter(torch.is_tensor, vars(run.optimizer).values()), "temporaries")
+    if isinstance(run.optimizer, OffloadedAdamW):
+        mark(run.optimizer.rooms(), "temporaries")
     if run.scaler is not None:
         mark(filter(torch.is_tensor, vars(run.scaler).values()), "temporaries")
 

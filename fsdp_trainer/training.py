@@ -200,8 +200,9 @@ def train_loop(run: Run, session: _Session, progress: Progress) -> Progress:
             started = time.perf_counter()
             is_last = progress.step + 1 == session.total_steps
             with session.ledger.watch(run, window, is_last=is_last) as traced:
-                output = train_step(run, window, learning_rate=rate, optimizer_step=progress.optimizer_steps)
-                loss, grad_norm, skipped = _read(output)
+                loss, grad_norm, skipped = _read(
+                    train_step(run, window, learning_rate=rate, optimizer_step=progress.optimizer_steps)
+                )
             seconds = time.perf_counter() - started
             if skipped or loss != loss:
                 _check_skip(run, progress, loss=loss, grad_norm=grad_norm, rows=window.row_indices)

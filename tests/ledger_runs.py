@@ -61,5 +61,7 @@ def simulated_all(cases: dict[str, dict[str, Any]], world: int) -> dict[str, Any
     found = {}
     for name, settings in cases.items():
         device = trace_run(Config.from_dict(settings), world_size=world, compute_capability=None).device
-        found[name] = {"phases": device.phases, "breakdown": device.breakdown(), "peak": device.peak[0]}
+        steps = [moment for moment in device.timeline if moment[1] in ("forward", "backward", "clip", "step")]
+        at = max(steps, key=lambda moment: sum(moment[2].values()))[0]
+        found[name] = {"phases": device.phases, "breakdown": device.breakdown(at)}
     return found
