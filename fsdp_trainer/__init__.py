@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fsdp_trainer.config import Config
+    from fsdp_trainer.ladder_run import ladder
     from fsdp_trainer.memory.planning import plan
     from fsdp_trainer.memory.simulation_process import simulate
     from fsdp_trainer.training import finetune
 
 __version__ = "0.1.0"
-__all__ = ["Config", "__version__", "finetune", "plan", "simulate"]
+__all__ = ["Config", "__version__", "finetune", "ladder", "plan", "simulate"]
 
 _HOMES = {
     "Config": "fsdp_trainer.config",
     "finetune": "fsdp_trainer.training",
+    "ladder": "fsdp_trainer.ladder_run",
     "plan": "fsdp_trainer.memory.planning",
     "simulate": "fsdp_trainer.memory.simulation_process",
 }

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fsdp_trainer import __version__, cli_import, cli_plan, cli_report, cli_watch
+from fsdp_trainer import __version__, cli_import, cli_ladder, cli_plan, cli_report, cli_watch
 from fsdp_trainer.config import Config
 from fsdp_trainer.config_reading import check_command_flags
 from fsdp_trainer.errors import ConfigError, FsdpTrainerError
@@ -289,6 +289,11 @@ app.command()(cli_report.report)
 
 app.command()(cli_watch.watch)
 app.command()(cli_watch.runs)
+app.command(
+    name="ladder",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="Settings are given as for `train`. See docs/ladder.md.",
+)(cli_ladder.climb)
 
 
 @app.command()

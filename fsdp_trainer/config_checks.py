@@ -394,6 +394,15 @@ def _folders(config: "Config") -> Iterator[Problem]:
 
 
 def _resume(config: "Config") -> Iterator[Problem]:
+    if not config.checkpoint.enabled:
+        for name in ("every_steps", "keep_latest", "keep_best", "async_save"):
+            yield from _no_effect(
+                config,
+                f"checkpoint.{name}",
+                because="where nothing is saved",
+                fix=f"set checkpoint.enabled: true, or leave out checkpoint.{name}",
+                others=("checkpoint.enabled",),
+            )
     if unknown := find_unknown_waivers(config.checkpoint.resume_anyway):
         misspelt = [word for word in unknown if word not in RULES]
         near = [name for word in misspelt for name in difflib.get_close_matches(word, list(refused_names()), n=1)]

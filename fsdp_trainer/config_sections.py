@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from fsdp_trainer.config_reading import NEEDS_REPLICAS, Takes
-from fsdp_trainer.config_sources import SomeSources, SourceConfig, check_sources
+from fsdp_trainer.config_reading import NEEDS_REPLICAS
+from fsdp_trainer.config_sources import HELD_OUT, RENAMED, SOURCES, SomeSources, SourceConfig, check_sources
 from fsdp_trainer.config_types import (
     Betas,
     Section,
@@ -72,15 +72,10 @@ COLUMNS = ("messages", "conversations", "prompt", "completion", "instruction", "
 COLUMNS += ("tools", "system", "input", "history")
 
 
-_SOURCES = Takes("a path, a mapping {path, weight, split, subset}, or a list of these")
-_RENAMED = Takes("a mapping of names, such as {prompt: question, completion: answer}")
-_HELD_OUT = Takes("a share above 0 and below 1, a path, a mapping {path, split, subset}, or a list of these")
-
-
 class DataConfig(Section):
     """What is trained on, and how records become rows of tokens."""
 
-    train: Annotated[Text | SourceConfig | SomeSources, BeforeValidator(check_sources), _SOURCES] = Field(
+    train: Annotated[Text | SourceConfig | SomeSources, BeforeValidator(check_sources), SOURCES] = Field(
         default="data/train.jsonl",
         description="Training data: a file (JSONL, a JSON array, Parquet, CSV, TSV, Arrow, or plain text, which is one "
         "record a file; each also as .gz or .zst), a folder of them (of one split), a folder that datasets saved, a "
@@ -92,7 +87,7 @@ class DataConfig(Section):
     eval: Annotated[
         Text | SourceConfig | SomeSources | Annotated[float, Field(gt=0, lt=1)] | None,
         BeforeValidator(check_sources),
-        _HELD_OUT,
+        HELD_OUT,
     ] = Field(
         default=None,
         description="Held-out data in the same forms (without weights: each row counts once), or a share between 0 and "
@@ -107,7 +102,7 @@ class DataConfig(Section):
         "JSON text, as in a CSV file; the sharegpt key is conversations; alpaca becomes a question and an answer of a "
         "chat.",
     )
-    columns: Annotated[dict[str, Text], _RENAMED] = Field(
+    columns: Annotated[dict[str, Text], RENAMED] = Field(
         default={},
         description="Renames what the files call differently: expected name to the files' name, such as "
         "{prompt: question, completion: answer}.",
@@ -422,6 +417,9 @@ class EvalConfig(Section):
 class CheckpointConfig(Section):
     """What is saved to resume from."""
 
+    enabled: bool = Field(
+        default=True, description="false saves nothing, not even when stopped: to measure with, as `ladder` does."
+    )
     every_steps: Steps = Field(
         default=500,
         description="Optimizer steps that a crash costs at most. A checkpoint is begun every so many steps; in the "

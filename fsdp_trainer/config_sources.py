@@ -6,8 +6,13 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from fsdp_trainer.config_reading import WRONG_PART, format_value
+from fsdp_trainer.config_reading import WRONG_PART, Takes, format_value
 from fsdp_trainer.config_types import Section, Text, tuple_from_list
+
+# How a message says what data.train, data.columns and data.eval take.
+SOURCES = Takes("a path, a mapping {path, weight, split, subset}, or a list of these")
+RENAMED = Takes("a mapping of names, such as {prompt: question, completion: answer}")
+HELD_OUT = Takes("a share above 0 and below 1, a path, a mapping {path, split, subset}, or a list of these")
 
 
 class SourceConfig(Section):

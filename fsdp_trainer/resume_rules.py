@@ -110,6 +110,7 @@ RULES: Mapping[str, Rule] = {
     **_rules(
         "allowed",
         "only what is saved from here on",
+        "checkpoint.enabled",
         "checkpoint.every_steps",
         "checkpoint.keep_latest",
         "checkpoint.keep_best",

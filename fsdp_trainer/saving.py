@@ -64,7 +64,10 @@ class Saver:
         self._run, self._facts, self._group, self._output_dir = run, facts, process_group, output_dir
         self._pending: PendingSave | None = None
         checkpoint = run.config.checkpoint
-        self._in_background = saves_in_background(every_steps=checkpoint.every_steps, async_save=checkpoint.async_save)
+        self._enabled = checkpoint.enabled
+        self._in_background = checkpoint.enabled and saves_in_background(
+            every_steps=checkpoint.every_steps, async_save=checkpoint.async_save
+        )
         self._memory: HostMemory = {}
         if self._in_background:
             every, half = checkpoint.every_steps, (checkpoint.every_steps + 1) // 2
@@ -81,11 +84,13 @@ class Saver:
 
     def save(self, progress: Progress) -> None:
         """Save after a step, once; in the background where the settings allow."""
-        if progress.step != self._saved_step:
+        if self._enabled and progress.step != self._saved_step:
             self._save(progress, asynchronous=self._in_background)
 
-    def save_now(self, progress: Progress) -> Path:
-        """Make sure that this very state is on disk, and return its folder."""
+    def save_now(self, progress: Progress) -> Path | None:
+        """Make sure that this very state is on disk, and return its folder; None where nothing is to be saved."""
+        if not self._enabled:
+            return None
         if progress.step != self._saved_step:
             self._save(progress, asynchronous=False)
         self._finish()

@@ -297,8 +297,8 @@ def _stop(run: Run, session: _Session, progress: Progress) -> NoReturn:
             write_status(session.output_dir, state="interrupted", exit_code=Interrupted.exit_code, step=progress.step)
     raise Interrupted(
         f"Stopped on {session.stop.received} after step {progress.step}.",
-        values=f"saved {path}",
-        fix="start the same command again to go on from there",
+        values=f"saved {path}" if path is not None else "nothing is saved (checkpoint.enabled: false)",
+        fix="start the same command again to go on from there" if path is not None else "start the same command again",
     )
 
 

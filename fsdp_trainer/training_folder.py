@@ -88,7 +88,9 @@ def check_disk(run: Run, *, output_dir: Path, step: int, total_steps: int) -> No
         every_steps=config.checkpoint.every_steps,
         async_save=config.checkpoint.async_save,
     )
-    if config.checkpoint.keep_best:  # each evaluation can be a new best one, which is saved
+    if not config.checkpoint.enabled:
+        to_come = 0
+    elif config.checkpoint.keep_best:  # each evaluation can be a new best one, which is saved
         every = config.eval.every_steps or total_steps
         to_come += saves_to_come(step=step, total_steps=total_steps, every_steps=every, async_save=False)
 

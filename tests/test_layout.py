@@ -28,6 +28,7 @@ PARTS = {
     "launch_profile": "config",
     "cuda_allocator": "config",
     "launch_agent": "launch",
+    "ladder": "ladder",
     "saving": "training",
     "rank_watch": "training",
     "training_data": "training",
@@ -131,6 +132,7 @@ BELOW = {
     "report": {"config", "facts", "base"},
     "interop": {"config", "facts", "base"},
     "launch": {"interop", "config", "facts", "base"},
+    "ladder": {"launch", "planner", "report", "simulate", "measure", "techniques", "config", "facts", "base"},
     # The ledger is shown at the end of a run; what report/ gets of it are plain values.
     "training": {"report", "launch", "assembly", "measure", "techniques", "config", "facts", "base"},
 }
@@ -159,13 +161,14 @@ WITHOUT_TORCH += ("memory", "memory.hardware", "memory.machine", "memory.estimat
 WITHOUT_TORCH += ("memory.simulation", "memory.recording", "memory.timing", "memory.rates", "memory.estimate_time")
 WITHOUT_TORCH += ("memory.planning", "memory.calibration", "memory.import_memory", "cli_import")
 WITHOUT_TORCH += ("memory.plan", "memory.planner", "memory.candidates", "memory.candidate_estimates", "memory.remedies")
+WITHOUT_TORCH += ("ladder",)
 WITHOUT_TORCH += ("optim.schedule", "interop", "interop.gpu_profile")
 WITHOUT_TORCH += ("export_source", "checkpoint_folder", "checkpoint_manifest")
 WITHOUT_TORCH += ("caches", "hub", "run_record", "run_metrics", "report.watch_text", "report.runs_text")
 WITHOUT_TORCH += ("memory.ledger", "memory.predicted")
 WITHOUT_TORCH += ("memory.host", "memory.quick", "memory.simulation_text", "report")
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "bitsandbytes", "torchao"}
-MAY_PRINT = ("cli", "cli_plan", "cli_import", "cli_watch", "cli_report", "progress", "report", "demo")
+MAY_PRINT = ("cli", "cli_plan", "cli_import", "cli_ladder", "cli_watch", "cli_report", "progress", "report", "demo")
 # simulated.py is the simulated part of the runtime: what it changes, it undoes on exit.
 MAY_PATCH = ("patches", "runtime", "simulated", "memory.trace", "memory.cuda_kernels")
 PATCHED = {"torch", "transformers", "accelerate"}

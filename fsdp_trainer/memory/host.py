@@ -111,6 +111,7 @@ def estimate_process(
     landing_bytes: int = 0,
     paged_bytes: int = 0,
     random_init: bool = False,
+    saves: bool = True,
     async_save: bool = True,
     exports: bool = True,
     export_bytes: int = 2,
@@ -137,11 +138,15 @@ def estimate_process(
         loading=loading_bytes(parameters, random_init=random_init),
         masters=masters + paged_bytes,
         resident=paged_bytes if offload == "none" else masters + arriving + state,
-        # The two largest: tables, or their averages.
-        staged=weights + state if async_save else copied_ahead([4 * shape.vocab * shape.hidden // shards] * 2),
+        staged=_staged(shape, weights + state, shards=shards, async_save=async_save) if saves else 0,
         keeps_staged=async_save,
         exported=min(EXPORTED_FILE_BYTES, export_bytes * parameters) if exports else 0,
     )
+
+
+def _staged(shape: ModelShape, checkpoint_bytes: int, *, shards: int, async_save: bool) -> int:
+    # Written while training waits, the two largest are copied ahead: tables, or their averages.
+    return checkpoint_bytes if async_save else copied_ahead([4 * shape.vocab * shape.hidden // shards] * 2)
 
 
 def pinned_shards(shape: ModelShape, *, shards: int, itemsize: float = 4) -> int:

@@ -60,12 +60,16 @@ def plan(
 
 def plan_for_ranks(config: Config, *, ranks: int, ranks_per_node: int, on_cpu: bool) -> Plan:
     """Plan for `ranks` processes on machines like this one, each with a GPU of its own or, `on_cpu`, a core."""
+    hardware = hardware_here(ranks=ranks, ranks_per_node=ranks_per_node, on_cpu=on_cpu)
+    return plan_on(config, hardware, fixed=config.given, host_bytes=machine_bytes())
+
+
+def hardware_here(*, ranks: int, ranks_per_node: int, on_cpu: bool) -> Hardware:
+    """Describe what `ranks` processes on machines like this one have, each a GPU of its own or, `on_cpu`, a core."""
     nodes = ranks // ranks_per_node
     if on_cpu:
-        hardware = parse_gpus(f"{nodes}x{ranks_per_node}xCPU")
-    else:
-        hardware = replace(detect(), count=ranks, gpus_per_node=ranks_per_node, nodes=nodes)
-    return plan_on(config, hardware, fixed=config.given, host_bytes=machine_bytes())
+        return parse_gpus(f"{nodes}x{ranks_per_node}xCPU")
+    return replace(detect(), count=ranks, gpus_per_node=ranks_per_node, nodes=nodes)
 
 
 def timeline_of(plan: Plan) -> Timeline:

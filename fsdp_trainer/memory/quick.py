@@ -228,6 +228,7 @@ def _process(config: Config, hardware: Hardware, shape: ModelShape, settings: St
         gradients_bytes=recipe.gradients,
         optimizer_bytes=state_bytes(shape, recipe) / count_parameters(shape),
         random_init=config.model.init == "random",
+        saves=config.checkpoint.enabled,
         async_save=config.checkpoint.async_save,
         exports=config.export.at_end,
         export_bytes=settings.export_bytes,

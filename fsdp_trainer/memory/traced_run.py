@@ -209,7 +209,9 @@ def _save(run: Run, trace: MemoryTrace) -> None:
     trace.enter("save")
     config, on_cpu = run.config, run.runtime.device.type == "cpu"
     tensors = training_tensors(run.model, run.optimizer)
-    if config.checkpoint.async_save:
+    if not config.checkpoint.enabled:
+        pass
+    elif config.checkpoint.async_save:
         copy = plan_copy(tensors, model=run.model, optimizer=run.optimizer, device=run.runtime.device)
         copy.make()
         copy.release()

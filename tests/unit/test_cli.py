@@ -79,6 +79,7 @@ def test_only_commands_that_exist_are_listed() -> None:
         "simulate",
         "plan",
         "report",
+        "ladder",
         "import-deepspeed",
         "import-accelerate",
         "import-trainer",
@@ -243,7 +244,7 @@ def test_a_failure_of_an_earlier_run_is_replaced_and_its_step_kept(tmp_path: Pat
 
 def test_public_names_load_on_first_use() -> None:
     assert fsdp_trainer.Config is Config
-    assert {"Config", "finetune", "plan", "simulate", "__version__"} <= set(dir(fsdp_trainer))
+    assert {"Config", "finetune", "ladder", "plan", "simulate", "__version__"} <= set(dir(fsdp_trainer))
     with pytest.raises(AttributeError, match="nosuch"):
         fsdp_trainer.nosuch  # noqa: B018
 

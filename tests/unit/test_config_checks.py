@@ -59,6 +59,8 @@ def test_what_comes_later_is_refused_by_name(overrides: dict[str, Any]) -> None:
         ({"activation_checkpointing.every_n": 2}, ["activation_checkpointing.every_n", "every_n_layers"]),
         ({"activation_checkpointing": {"every_n": 2, "mode": "none"}}, ["activation_checkpointing.every_n"]),
         ({"optim.no_decay": ["norm"]}, ["optim.no_decay", "optim.weight_decay"]),
+        ({"checkpoint": {"enabled": False, "every_steps": 7}}, ["checkpoint.every_steps", "checkpoint.enabled: false"]),
+        ({"checkpoint": {"enabled": False, "keep_best": True}, "data.eval": 0.1}, ["checkpoint.keep_best", "is saved"]),
         ({"optim": {"name": "adamw_8bit", "implementation": "foreach"}}, ["optim.implementation", "optim.name"]),
         ({"optim": {"name": "adamw_8bit", "state_dtype": "bf16"}}, ["optim.state_dtype", "optim.name"]),
         ({"optim.name": "paged_adamw_8bit", "sharding.offload": "optimizer"}, ["optim.name", "sharding.offload"]),

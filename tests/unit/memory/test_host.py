@@ -67,6 +67,12 @@ def test_a_save_from_the_gpu_holds_what_the_writer_copies_ahead() -> None:
     assert waiting.save - waiting.train == 8 * 2 * table
 
 
+def test_a_run_that_saves_nothing_takes_nothing_for_it() -> None:
+    for async_save in (True, False):
+        without = on_host(saves=False, async_save=async_save)
+        assert without.save == without.train == on_host(async_save=False).train
+
+
 def test_pinned_shards_take_the_next_power_of_two() -> None:
     """torch's host allocator: weights and gradients of 3 x 2^n rows take a third more, the state does not."""
     assert [pinned_bytes(size) for size in (0, 1, 2, 3, 4096, 4097)] == [0, 1, 2, 4, 4096, 8192]

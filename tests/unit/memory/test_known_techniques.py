@@ -29,6 +29,7 @@ NO_TECHNIQUE = {
     "schedule.convention",
     "train.on_nonfinite",
     "eval.at_end",
+    "checkpoint.enabled",
     "checkpoint.keep_best",
     "checkpoint.async_save",
     "export.at_end",
