@@ -479,8 +479,7 @@ class LogConfig(Section):
     )
     trace_step: bool = Field(
         default=True,
-        description="Trace the second step of a process: memory.json then says what kinds of memory the peak is made "
-        "of. That one step takes longer; nothing that is computed changes.",
+        description="Trace the second step, which takes longer: memory.json then names the kinds of memory.",
     )
 
 

@@ -48,6 +48,7 @@ RULES: Mapping[str, Rule] = {
         "log.every_steps",
         "log.trackers",
         "log.samples",
+        "log.trace_step",
         "profile.start",
         "profile.steps",
     ),
