@@ -479,7 +479,7 @@ class LogConfig(Section):
     )
     trace_step: bool = Field(
         default=True,
-        description="Trace the second step, which takes longer: memory.json then names the kinds of memory.",
+        description="Trace the second step, which takes longer: memory.json then names kinds of memory.",
     )
 
 
