@@ -49,6 +49,7 @@ RULES: Mapping[str, Rule] = {
         "log.trackers",
         "log.samples",
         "log.report",
+        "log.trace_step",
         "profile.start",
         "profile.steps",
     ),

@@ -20,7 +20,7 @@ from fsdp_trainer.memory.phase_peaks import PhasePeaks
 from fsdp_trainer.memory.predicted import find_predicted
 from fsdp_trainer.memory.recording import Recording
 from fsdp_trainer.memory.trace import MemoryTrace
-from fsdp_trainer.progress import log_line
+from fsdp_trainer.progress import log_line, make_console
 from fsdp_trainer.report.ledger_text import format_ledger_text
 from fsdp_trainer.run import Run
 from fsdp_trainer.run_folder import write_json
@@ -30,6 +30,7 @@ from fsdp_trainer.training_folder import describe_devices
 
 # The optimizer's state exists from the first on, and the first also loads kernels.
 TRACED = 2
+WIDEST = 100
 
 
 @contextmanager
@@ -113,7 +114,7 @@ class RunLedger:
         self._peaks.close(self._runtime.phases.current)
         ledger = self.write(run)
         if ledger is not None:
-            log_line(format_ledger_text(ledger.to_json()))
+            log_line(format_ledger_text(ledger.to_json(), width=min(make_console().width, WIDEST)))
 
     def _measured(self) -> RankMemory:
         recording = self._recording

@@ -9,7 +9,7 @@ from typing import Any
 from tests import training_runs
 
 
-def trained(settings: dict[str, Any], *, weights: bool = False) -> dict[str, Any]:
+def trained(settings: dict[str, Any], weights: bool = False) -> dict[str, Any]:
     """Run `finetune`; return this rank's own peaks of the traced step, and on rank 0 ledger, metrics and weights."""
     from fsdp_trainer import Config, finetune, training_ledger
     from fsdp_trainer.memory.ledger import FILE
@@ -46,11 +46,11 @@ def trained(settings: dict[str, Any], *, weights: bool = False) -> dict[str, Any
     return found
 
 
-def trained_all(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def trained_all(cases: dict[str, dict[str, Any]], weights: bool = False) -> dict[str, Any]:
     """Train several runs one after another in one group of ranks; a run that fails gives its traceback."""
     from tests.live_phases import _caught
 
-    return {name: _caught(trained, settings) for name, settings in cases.items()}
+    return {name: _caught(trained, settings, weights) for name, settings in cases.items()}
 
 
 def simulated_all(cases: dict[str, dict[str, Any]], world: int) -> dict[str, Any]:

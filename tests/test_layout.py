@@ -53,6 +53,7 @@ PARTS = {
     "memory.candidate_estimates": "planner",
     "memory.remedies": "planner",
     "memory.measure": "measure",
+    "memory.ledger": "ledger",
     "memory.phase_peaks": "measure",
     "memory.gloo_settling": "measure",
     "memory.trace": "measure",
@@ -67,6 +68,7 @@ PARTS = {
     "memory.recording": "facts",
     "memory.traced_run": "simulate",
     "memory.simulation_cache": "simulate",
+    "memory.simulation_process": "simulate",
     "memory.simulation_workers": "simulate",
     "memory.simulation_text": "facts",
     "memory.traced_time": "simulate",
@@ -125,16 +127,18 @@ BELOW = {
     "config": {"facts", "base"},
     "techniques": {"config", "facts", "base"},
     "assembly": {"techniques", "config", "facts", "base"},
-    "measure": {"techniques", "config", "facts", "base"},
+    # Like a plan, a ledger shows itself; what report/ gets of it are plain values.
+    "ledger": {"report", "facts", "base"},
+    "measure": {"ledger", "techniques", "config", "facts", "base"},
     "simulate": {"assembly", "measure", "techniques", "config", "facts", "base"},
     # A plan shows itself in a notebook; what report/ gets of it are plain values.
     "planner": {"report", "simulate", "assembly", "measure", "techniques", "config", "facts", "base"},
     "report": {"config", "facts", "base"},
     "interop": {"config", "facts", "base"},
     "launch": {"interop", "config", "facts", "base"},
-    "ladder": {"launch", "planner", "report", "simulate", "measure", "techniques", "config", "facts", "base"},
+    "ladder": {"ledger", "launch", "planner", "report", "simulate", "measure", "techniques", "config", "facts", "base"},
     # The ledger is shown at the end of a run; what report/ gets of it are plain values.
-    "training": {"report", "launch", "assembly", "measure", "techniques", "config", "facts", "base"},
+    "training": {"report", "ledger", "launch", "assembly", "measure", "techniques", "config", "facts", "base"},
 }
 BELOW["cli"] = set(BELOW) | {"top"}
 BELOW["top"] = set(BELOW) - {"cli"}

@@ -79,7 +79,9 @@ def _read(run: Path) -> tuple[Config, list[Mapping[str, Any]], Mapping[str, Any]
         devices = json.loads((run / DEVICES).read_text(encoding="utf-8"))
         rows = [json.loads(line) for line in (run / METRICS).read_text(encoding="utf-8").splitlines()]
         devices = _check_devices(devices)
-        steps = [_check_step(row) for row in rows if "step_seconds" in row][WARM_UP_STEPS:]
+        # A traced step takes longer than the others, and comes early, or after a resume.
+        steps = [_check_step(row) for row in rows if "step_seconds" in row]
+        steps = [row for row in steps[WARM_UP_STEPS:] if not row.get("traced")]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             "What the run left cannot be read.", values=f"{run}: {error}", fix="name another run"

@@ -15,6 +15,7 @@ from fsdp_trainer.memory.recording import CATEGORIES, PHASES
 
 FILE, VERSION = "memory.json", 1
 GIB = 2**30
+STEP = ("forward", "backward", "clip", "step")  # the phases of an optimizer step
 Source = Literal["allocator", "trace"]
 Moment = tuple[int, str, dict[str, int]]  # (event, phase, bytes by category)
 
@@ -189,7 +190,7 @@ def build_ledger(
     """Put what all ranks measured beside what was predicted."""
     peak, phase = max((rank.peak for rank in ranks), key=lambda found: found[0])
     measured = peak / GIB if phase is not None else None
-    predicted = prediction.allocated_gib if prediction is not None else None
+    predicted = _predicted_peak(prediction, [phase for rank in ranks for phase in rank.phases], source=source)
     phases, kinds = (prediction.phases, prediction.categories) if prediction is not None else ({}, {})
     allocated = _range([rank.peak[0] / GIB for rank in ranks]) if source == "allocator" else None
     traced = [rank.categories for rank in ranks]
@@ -233,6 +234,13 @@ def build_ledger(
         traced_step=traced_step,
         timeline=tuple((event, name, dict(held)) for event, name, held in timeline),
     )
+
+
+def _predicted_peak(prediction: Prediction | None, measured: Sequence[str], *, source: Source | None) -> float | None:
+    """Return what is to be compared with the measured peak: a trace has seen one step, and no save."""
+    if prediction is None or source != "trace":
+        return prediction.allocated_gib if prediction is not None else None
+    return max((prediction.phases[phase] for phase in measured if phase in prediction.phases), default=None)
 
 
 def _gib(size: int | None) -> float | None:

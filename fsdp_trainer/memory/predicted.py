@@ -5,8 +5,8 @@ from typing import Any
 
 from fsdp_trainer.config import Config
 from fsdp_trainer.memory.hardware import CPU, card_name, parse_gpus
-from fsdp_trainer.memory.ledger import Prediction
-from fsdp_trainer.memory.quick import simulate_quick
+from fsdp_trainer.memory.ledger import GIB, STEP, Prediction
+from fsdp_trainer.memory.quick import quick_timeline, simulate_quick
 
 
 def find_predicted(plan: Mapping[str, Any] | None, config: Config, devices: Mapping[str, Any]) -> Prediction | None:
@@ -19,15 +19,29 @@ def find_predicted(plan: Mapping[str, Any] | None, config: Config, devices: Mapp
         return _prediction(chosen, simulated=chosen["source"] == "simulation")
     ranks, per_node = devices["ranks"], devices["ranks_per_node"]
     card = card_name(devices["device"], memory_bytes=devices["memory_bytes"])
-    found = simulate_quick(config, parse_gpus(f"{ranks // per_node}x{per_node}x{card}"))
-    return _prediction(found, simulated=False)
+    hardware = parse_gpus(f"{ranks // per_node}x{per_node}x{card}")
+    steps = [alive for _, phase, alive in quick_timeline(config, hardware) if phase in STEP]
+    fullest = max(steps, key=lambda alive: sum(alive.values()))
+    return _prediction(simulate_quick(config, hardware), simulated=False, categories=fullest)
 
 
-def _prediction(found: Mapping[str, Any], *, simulated: bool) -> Prediction:
+def _prediction(
+    found: Mapping[str, Any], *, simulated: bool, categories: Mapping[str, float] | None = None
+) -> Prediction:
+    """Return a prediction; the kinds of memory (bytes in `categories`) are those at the peak of a step.
+
+    A plan has those of the whole run's peak, which on CPU may lie in a save: then they are not known here.
+    """
+    phases = {phase: size for phase, size in found["phases"].items() if size is not None}
+    if categories is not None:
+        kinds = {name: size / GIB for name, size in categories.items()}
+    else:
+        in_a_step = max(phases, key=phases.__getitem__, default=None) in STEP
+        kinds = dict(found["breakdown"]) if in_a_step else {}
     return Prediction(
         kind="simulation" if simulated else "closed form",
         allocated_gib=found["allocated_gib"],
-        phases={phase: size for phase, size in found["phases"].items() if size is not None},
-        categories=dict(found["breakdown"]),
+        phases=phases,
+        categories=kinds,
         host_gib=found["host_gib"],
     )

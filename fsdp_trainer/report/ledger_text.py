@@ -4,6 +4,7 @@ Takes plain values as memory.json holds them. Every line keeps to the width that
 """
 
 import io
+import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -34,7 +35,7 @@ def format_ledger_text(ledger: Mapping[str, Any], *, width: int = 80) -> str:
     shown = [table for table in tables if table is not None]
     for table in shown:
         lines += ["", *_drawn(table, width)]
-    lines += ["", *_notes(ledger)] if shown else []
+    lines += ["", *(line for note in _notes(ledger) for line in textwrap.wrap(note, width))] if shown else []
     return "\n".join(lines)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests import ledger_runs, models, training_runs
+from fsdp_trainer.memory.ledger import GIB, STEP, Ledger
+from tests import fault_runs, ledger_runs, models, training_runs
 from tests.ranks import run_ranks
 
 ModelFolder = Callable[[str], str]
@@ -74,3 +75,57 @@ def test_measured_is_predicted_to_the_byte(case: str, runs: dict[str, dict[str, 
     expected = {name: size for name, size in simulated["phases"].items() if name not in ("load", "save")}
     assert phases == [expected]
     assert found["ranks"][0]["breakdowns"] == [simulated["breakdown"]]
+    phases = {row["phase"]: row["measured_gib"] for row in json.loads(found["ranks"][0]["memory"])["phases"]}
+    assert {name: row["max"] * GIB for name, row in phases.items() if row is not None} == {
+        name: max(rank["phases"][0][name] for rank in found["ranks"]) for name in STEP
+    }
+
+
+def test_memory_json_and_the_traced_row(runs: dict[str, dict[str, Any]]) -> None:
+    found = runs["stage3"]["ranks"][0]
+    ledger = Ledger.from_json(json.loads(found["memory"]))
+    assert (ledger.device, ledger.ranks, ledger.source, ledger.prediction) == ("CPU", 2, "trace", "closed form")
+    assert ledger.traced_step is not None and ledger.traced_step.step == 2
+    assert ledger.traced_step.usual_seconds is not None
+    assert ledger.peak.phase == "backward" and abs(ledger.peak.difference or 1) < 0.2
+    assert {phase for _, phase, _ in ledger.timeline} == set(STEP)
+    traced = max(sum(held.values()) for _, _, held in ledger.timeline)
+    assert traced == (ledger.peak.measured_gib or 0) * GIB == sum(found["breakdowns"][0].values())
+    assert [row.get("traced", False) for row in found["metrics"]] == [False, True, False, False]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_pure"])
+def test_tracing_changes_no_bit(precision: str, model_folder: ModelFolder, tmp_path: Path) -> None:
+    cases = {
+        name: settings(
+            model_folder("llama"),
+            tmp_path / name,
+            precision=precision,
+            log={"samples": 0, "trace_step": name == "traced"},
+            activation_checkpointing={"mode": "full"},
+            export={"at_end": True, "dtype": "fp32"},
+        )
+        for name in ("traced", "plain")
+    }
+    ranks = run_ranks(ledger_runs.trained_all, 2, cases, True, timeout=120)
+    traced, plain = (ranks[0][name] for name in cases)
+    assert len(traced["phases"]) == 1 and plain["phases"] == []
+    for ours, theirs in zip(traced["metrics"], plain["metrics"], strict=True):
+        assert (ours["loss"], ours["grad_norm"]) == (theirs["loss"], theirs["grad_norm"])
+    assert traced["weights"].keys() == plain["weights"].keys()
+    assert all((traced["weights"][name] == tensor).all() for name, tensor in plain["weights"].items())
+    memory = Ledger.from_json(json.loads(plain["memory"]))
+    assert (memory.source, memory.peak.measured_gib, memory.traced_step) == (None, None, None)
+    assert memory.peak.predicted_gib is not None
+
+
+def test_a_stopped_run_and_the_one_that_goes_on_have_a_ledger(model_folder: ModelFolder, tmp_path: Path) -> None:
+    values = settings(model_folder("llama"), tmp_path, checkpoint={"every_steps": 100, "resume": "auto"})
+    fault = fault_runs.Fault(fault_runs.signal.SIGTERM, (0,), call=3)
+    assert run_ranks(fault_runs.train, 2, values, fault, timeout=120) == [75, 75]
+    stopped = Ledger.read(tmp_path / "run")
+    assert stopped is not None and stopped.traced_step is not None and stopped.traced_step.step == 2
+    assert run_ranks(fault_runs.train, 2, values, timeout=120) == [0, 0]
+    resumed = Ledger.read(tmp_path / "run")
+    assert resumed is not None and resumed.traced_step is not None and resumed.traced_step.step > 2
+    assert resumed.peak.measured_gib == stopped.peak.measured_gib

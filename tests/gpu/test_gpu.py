@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from fsdp_trainer.memory.ledger import Ledger
 from tests import checkpoint_runs, models, reference, step_runs, training_runs
 
 pytestmark = [
@@ -154,6 +155,16 @@ def test_memory_is_measured(folder: Callable[[str], str], tmp_path: Path) -> Non
     last = metrics[-1]
     assert 0 < last["max_allocated_gib"] <= last["max_reserved_gib"]
     assert last["num_alloc_retries"] == 0
+    ledger = Ledger.read(tmp_path)
+    assert ledger is not None and ledger.source == "allocator" and ledger.traced_step is not None
+    # Reading and setting back the peaks of phases takes nothing from the run's own.
+    peak = ledger.peak.measured_gib
+    assert peak is not None and peak >= max(row["max_allocated_gib"] for row in metrics if "loss" in row)
+    measured = {row.phase: row.measured_gib.max for row in ledger.phases if row.measured_gib is not None}
+    assert {"load", "forward", "backward", "clip", "step", "save"} <= set(measured)
+    # The allocator counts blocks of 512 bytes, and what kernels take inside themselves: more than this tiny model.
+    traced = sum(row.measured_gib.max for row in ledger.categories if row.measured_gib is not None)
+    assert 0 < traced <= peak
 
 
 @pytest.mark.parametrize("window", [None, 4])
