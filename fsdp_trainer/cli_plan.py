@@ -60,8 +60,8 @@ def plan(
             fix="such as --model.path Qwen/Qwen2.5-7B, or a folder with a config.json",
         )
     check_model_path(settings.model.path)
-    _check_place("--write", write)
-    _check_place("--picture", picture.parent if picture is not None else None)
+    check_place("--write", write)
+    check_place("--picture", picture.parent if picture is not None else None)
     from fsdp_trainer.memory.planning import plan as plan_for
     from fsdp_trainer.report.memory_picture import check_picture
 
@@ -93,7 +93,7 @@ def plan(
         raise typer.Exit(ConfigError.exit_code)
 
 
-def _check_place(flag: str, folder: Path | None) -> None:
+def check_place(flag: str, folder: Path | None) -> None:
     """Refuse before the search a folder that cannot be made or written."""
     if folder is None:
         return

@@ -482,6 +482,9 @@ class LogConfig(Section):
         description="Trace the second step of a process: memory.json then says what kinds of memory the peak is made "
         "of. That one step takes longer; nothing that is computed changes.",
     )
+    report: bool = Field(
+        default=True, description="Write report.html into the run folder at the end, also after a failure: a second."
+    )
 
 
 class CompileConfig(Section):

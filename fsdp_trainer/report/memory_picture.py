@@ -56,11 +56,11 @@ def draw_memory(
     xs = [index for index, _, _ in timeline]
     shown = [category for category in STACK if any(alive.get(category, 0) for _, _, alive in timeline)]
     index, phase, alive = find_peak(timeline)
-    unit, size = _unit(sum(alive.values()))
+    unit, size = unit_of_bytes(sum(alive.values()))
     heights = [[alive.get(category, 0) / size for _, _, alive in timeline] for category in shown]
     names = [category.replace("_", " ") for category in shown]
     axes.stackplot(xs, heights, labels=names, colors=[COLOURS[category] for category in shown], linewidth=0)
-    _mark_phases(axes, timeline)
+    mark_phases(axes, timeline)
     top = sum(alive.values()) / size
     # A line far above the run would press it flat.
     limit = limit_bytes / size if limit_bytes is not None and limit_bytes / size < 2 * top else None
@@ -89,17 +89,17 @@ def draw_memory(
     return path
 
 
-def _unit(most: int) -> tuple[str, int]:
+def unit_of_bytes(most: int) -> tuple[str, int]:
     """Return the unit for a run whose peak is `most`, and its bytes: MiB where GiB would all be 0.00."""
     return ("GiB", GIB) if most >= GIB // 2 else ("MiB", 2**20)
 
 
-def _mark_phases(axes: Any, timeline: Sequence[Moment]) -> None:
-    """Shade every second phase and write its name where there is room."""
+def mark_phases(axes: Any, timeline: Sequence[Moment], *, colour: str = "black", letter: float = 0.01) -> None:
+    """Shade every second phase and write its name where there is room; `letter` is a letter's share of the width."""
     width = timeline[-1][0] - timeline[0][0] or 1
     for number, (phase, start, stop) in enumerate(_phases(timeline)):
-        axes.axvspan(start, stop, color="black", alpha=0.05 * (number % 2), linewidth=0)
-        if (stop - start) / width > 0.03:
+        axes.axvspan(start, stop, color=colour, alpha=0.06 * (number % 2), linewidth=0, zorder=0)
+        if (stop - start) / width > letter * len(phase):
             axes.text((start + stop) / 2, 0.98, phase, transform=axes.get_xaxis_transform(), ha="center", va="top")
 
 
@@ -129,7 +129,7 @@ def format_memory(timeline: Sequence[Moment], *, width: int = 80 - SCALE, height
     top = sum(peak.values()) or 1
     stacks = [_stack(alive, top=top, height=height) for _, _, alive in columns]
     at = next(number for number, column in enumerate(columns) if column[0] == index)
-    unit, size = _unit(top)
+    unit, size = unit_of_bytes(top)
     label = f"peak {top / size:.2f} {unit} in {phase}"
     has_room = at < len(columns) / 2 or len(label) > 8 + at
     text = Text(f"{'':{9 + at}}v {label}\n" if has_room else f"{label:>{8 + at}} v\n")
