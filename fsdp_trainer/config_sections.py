@@ -479,8 +479,7 @@ class LogConfig(Section):
     )
     trace_step: bool = Field(
         default=True,
-        description="Trace the second step of a process: memory.json then says what kinds of memory the peak is made "
-        "of. That one step takes longer; nothing that is computed changes.",
+        description="Trace the second step of a process, for memory.json to say what the peak is made of: slower once.",
     )
     report: bool = Field(
         default=True, description="Write report.html into the run folder at the end, also after a failure: a second."

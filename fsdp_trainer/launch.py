@@ -29,15 +29,15 @@ from fsdp_trainer.errors import ConfigError, DistributedError, OutOfMemory
 from fsdp_trainer.launch_profile import check_profile, read_profile, write_profile
 from fsdp_trainer.memory.hardware import CPU_RANKS
 from fsdp_trainer.memory.machine import count_kills
-from fsdp_trainer.out_of_memory_page import finish_page, leave_host_kill, mark_environment
 from fsdp_trainer.progress import log_error
-from fsdp_trainer.report.out_of_memory_text import format_out_of_memory
 from fsdp_trainer.run_folder import STATUS, check_writable
 from fsdp_trainer.run_lock import refuse_held_folder
 from fsdp_trainer.units import format_number
 
 SCRIPT = Path(__file__).resolve().with_name("train.py")
 AGENT = SCRIPT.with_name("launch_agent.py")
+# Set for ranks that this package starts: what they leave when memory runs out is completed when they are gone.
+LAUNCHER = "FSDP_TRAINER_LAUNCHER"
 # What a run ends with whose rank was killed: by the rank that lost it, or by the agent itself.
 KILLED = (DistributedError.exit_code, 128 + signal.SIGKILL)
 
@@ -202,16 +202,31 @@ def launch(
     if not message and code > 128 and stopped_by is None:
         message = _describe_death(code - 128)
     if stopped_by is None and count_kills() > kills and (written or code) in KILLED:
-        written, message = leave_host_kill(config, processes=processes, machines=count), ""
-    if written == OutOfMemory.exit_code and (found := finish_page(Path(config.output_dir), command=typed)) is not None:
+        written = _record_kill(config, processes=processes, machines=count)
+    if written == OutOfMemory.exit_code and (page := _finish_page(config, typed)):
         message = ""
-        for line in format_out_of_memory(found).splitlines():
+        for line in page:
             (on_line or log_error)(line)
     if message and (processes > 1 or not written):  # said again: other ranks may have had something to say after it
         (on_line or log_error)(f"error: {message}")
     if written:
         return written
     return 128 + stopped_by if stopped_by is not None else code
+
+
+def _record_kill(config: Config, *, processes: int, machines: int) -> int:
+    from fsdp_trainer.out_of_memory_page import leave_host_kill  # here: only a run that failed needs the planner's code
+
+    return leave_host_kill(config, processes=processes, machines=machines)
+
+
+def _finish_page(config: Config, typed: Sequence[str]) -> list[str]:
+    """Complete what the ranks left of how memory ran out, and return it as lines for a terminal."""
+    from fsdp_trainer.out_of_memory_page import finish_page
+    from fsdp_trainer.report.out_of_memory_text import format_out_of_memory
+
+    found = finish_page(Path(config.output_dir), command=typed)
+    return [] if found is None else format_out_of_memory(found).splitlines()
 
 
 def _describe_death(number: int) -> str:
@@ -254,7 +269,7 @@ def launch_command(
 def launch_environment(environ: Mapping[str, str], content: Mapping[str, Any], *, processes: int) -> dict[str, str]:
     """Build the environment of the workers."""
     result = dict(environ)
-    mark_environment(result)
+    result[LAUNCHER] = "1"
     use_expandable_segments(result)
     if content.get("use_cpu"):
         # Accelerate drops a profile's use_cpu on the way to FSDP workers; on a machine with GPUs they would take those.

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from fsdp_trainer.config import Config
 from fsdp_trainer.errors import FsdpTrainerError, OutOfMemory
+from fsdp_trainer.launch import LAUNCHER
 from fsdp_trainer.memory.postmortem import (
     GIB,
     batch_shape,
@@ -25,7 +26,7 @@ from fsdp_trainer.memory.postmortem import (
     read_message,
 )
 from fsdp_trainer.memory.predicted import find_predicted
-from fsdp_trainer.out_of_memory_page import FILE, describe_place, finish_page, forget, is_launched_by_us
+from fsdp_trainer.out_of_memory_page import FILE, describe_place, finish_page, forget
 from fsdp_trainer.report.out_of_memory_text import format_out_of_memory
 from fsdp_trainer.run import Run
 from fsdp_trainer.runtime import Runtime
@@ -142,11 +143,15 @@ def _tell(record: dict[str, Any], config: Config, runtime: Runtime) -> OutOfMemo
         first = False
     except OSError:  # a full disk: the error says what it can
         pass
-    fix = f"see {folder / FILE}"
-    if first and not is_launched_by_us(os.environ):
-        script = ["accelerate", "launch", "...", *sys.argv] if int(os.environ.get("WORLD_SIZE", "1")) > 1 else []
-        found = finish_page(folder, command=script) or record
-        fix = format_out_of_memory(found)
-    with suppress(OSError):
-        sys.stderr.flush()
-    return OutOfMemory("Out of memory.", values=f"rank {runtime.rank}, {describe_place(record)}", fix=fix)
+    if first and os.environ.get(LAUNCHER) != "1":
+        return OutOfMemory(format_out_of_memory(finish_page(folder, command=_command(runtime)) or record))
+    where = f"rank {runtime.rank}, {describe_place(record)}"
+    return OutOfMemory("Out of memory.", values=where, fix=f"see {folder / FILE}")
+
+
+def _command(runtime: Runtime) -> list[str]:
+    """Return a command that does what this process was started for; nothing for a notebook and several machines."""
+    on_one = int(os.environ.get("LOCAL_WORLD_SIZE", runtime.world_size)) == runtime.world_size
+    if Path(sys.argv[0]).name != "train.py" or not on_one:
+        return []
+    return ["fsdp-trainer", "train", "--processes", str(runtime.world_size), *sys.argv[1:]]

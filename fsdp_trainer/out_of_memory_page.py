@@ -21,17 +21,6 @@ from fsdp_trainer.run_folder import DEVICES, STATUS, write_json, write_status, w
 
 FILE, PAGE = "out_of_memory.json", "out_of_memory.html"
 GIB = 2**30
-_LAUNCHER = "FSDP_TRAINER_LAUNCHER"
-
-
-def mark_environment(environ: dict[str, str]) -> None:
-    """Tell the ranks that a launcher of this package waits for them, which will write the page."""
-    environ[_LAUNCHER] = "1"
-
-
-def is_launched_by_us(environ: Mapping[str, str]) -> bool:
-    """Return whether `mark_environment` was called for this process's environment."""
-    return environ.get(_LAUNCHER) == "1"
 
 
 def forget(folder: Path) -> None:
@@ -124,7 +113,7 @@ def finish_page(folder: Path, *, command: Sequence[str] = ()) -> dict[str, Any] 
     record["advice"] = [row.to_json() for row in advice]
     chosen = next((row for row in advice if row.fits and row.settings), None)
     record["refused"] = _refused(folder, chosen)
-    record["command"] = _go_on(command, chosen, record["refused"])
+    record["command"] = _go_on(command, chosen, folder, record["refused"])
     with suppress(OutputError, OSError):
         write_json(folder, FILE, record)
         write_text_atomically(folder / PAGE, _format_html(record))
@@ -159,12 +148,12 @@ def _refused(folder: Path, chosen: Advice | None) -> list[str]:
     return [name for name in chosen.settings if RULES[name].verdict == "refused"]
 
 
-def _go_on(command: Sequence[str], chosen: Advice | None, refused: Sequence[str]) -> str:
+def _go_on(command: Sequence[str], chosen: Advice | None, folder: Path, refused: Sequence[str]) -> str:
     if chosen is None or not command:
         return ""
     words = [*command, *(f"--{name}={str(value).lower()}" for name, value in chosen.settings.items())]
     if refused:
-        words.append("--output_dir=ANOTHER_FOLDER")
+        words.append(f"--output_dir={folder}-that-fits")
     return shlex.join(words)
 
 

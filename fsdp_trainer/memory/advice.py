@@ -137,20 +137,27 @@ def _order(row: Advice) -> tuple[Any, ...]:
 
 def _together(asked: _Question, found: list[Advice]) -> Advice | None:
     """Take the changes one after another, those that give nothing up and free most first, until they fit together."""
-    settings: dict[str, Any] = {}
-    gives_up: list[str] = []
+    taken: list[Advice] = []
     for row in sorted(found, key=lambda row: (bool(row.gives_up), -row.frees_gib)):
-        if not row.settings or settings.keys() & row.settings.keys():
+        if not row.settings or any(row.settings.keys() & other.settings.keys() for other in taken):
             continue
-        tried = asked.judge("", {**settings, **row.settings})
+        tried = _merged(asked, [*taken, row])
         if tried is None:  # the two cannot be together
             continue
-        settings |= row.settings
-        gives_up += [row.gives_up] if row.gives_up else []
+        taken.append(row)
         if tried.fits:
-            words = ", ".join(f"{name}: {str(value).lower()}" for name, value in settings.items())
-            return replace(tried, change=words, settings=dict(settings), gives_up="; ".join(gives_up))
+            for other in sorted(taken[:-1], key=lambda row: row.frees_gib):  # those that the last made needless
+                fewer = [row for row in taken if row is not other]
+                if (smaller := _merged(asked, fewer)) is not None and smaller.fits:
+                    taken, tried = fewer, smaller
+            return tried
     return None
+
+
+def _merged(asked: _Question, rows: list[Advice]) -> Advice | None:
+    settings = {name: value for row in rows for name, value in row.settings.items()}
+    words = ", ".join(row.change for row in rows)
+    return asked.judge(words, settings, "; ".join(row.gives_up for row in rows if row.gives_up))
 
 
 def _with(config: Config, settings: Mapping[str, Any]) -> Config:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 _WIDTH = 12
+_WIDEST = 44
 MOST_ROWS = 8
 
 
@@ -58,14 +59,18 @@ def _advice(found: Mapping[str, Any]) -> Iterator[str]:
     if not rows:
         yield f"No change can be worked out: {found.get('no_advice') or 'none of those that are known frees anything'}."
         return
-    width = max(len(row["change"]) for row in rows)
+    width = max([len(row["change"]) for row in rows if len(row["change"]) <= _WIDEST], default=_WIDEST)
     yield ""
     yield f"{'one change alone':{width}}  {'frees':>10}  {'peak then':>10}  fits  slower"
     for row in rows:
         slower = "-" if row["slower_percent"] is None else f"{row['slower_percent']:.0f} %"
         fits = "yes" if row["fits"] else "no"
         sizes = f"{_size(row['frees_gib']):>10}  {_size(row['peak_gib']):>10}"
-        line = f"{row['change']:{width}}  {sizes}  {fits:4}  {slower:>6}"
+        change = row["change"]
+        if len(change) > width:  # several together
+            yield change
+            change = "  together"
+        line = f"{change:{width}}  {sizes}  {fits:4}  {slower:>6}"
         yield line + (f"  {row['gives_up']}" if row["gives_up"] else "")
     yield ""
     if found["command"]:
