@@ -477,10 +477,7 @@ class LogConfig(Section):
         default=2,
         description="First rows shown decoded, with what is trained on marked. The cheapest way to find a wrong mask.",
     )
-    trace_step: bool = Field(
-        default=True,
-        description="Trace the second step of a process, for memory.json to say what the peak is made of: slower once.",
-    )
+    trace_step: bool = Field(default=True, description="Trace step 2, for memory.json to say what the peak holds.")
     report: bool = Field(
         default=True, description="Write report.html into the run folder at the end, also after a failure: a second."
     )
