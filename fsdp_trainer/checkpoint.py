@@ -167,8 +167,10 @@ def _write(
         files = {name: file for part in parts for name, file in part.items()}
         run_on_main(lambda: publish(temporary, target, state, files), process_group=process_group)
     except (Exception, CheckpointException) as error:  # the latter is a BaseException
-        # Every rank is here and writes no more: DCP and `run_on_main` tell all of them what any of them failed at.
-        run_on_main(lambda: shutil.rmtree(temporary, ignore_errors=True), process_group=process_group)
+        # Every rank is here and writes no more: DCP and `run_on_main` tell all of them what any of them failed at. Only
+        # one without memory may be alone, and the others in a collective: the next start removes what is left then.
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "t allocate memory" not in str(error):
+            run_on_main(lambda: shutil.rmtree(temporary, ignore_errors=True), process_group=process_group)
         raise _explain_failed_save(error, target) from error
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from fsdp_trainer.errors import CheckpointError
+from fsdp_trainer.errors import OutOfMemory
 from fsdp_trainer.optim.transfers import pin
 
 # The host memory that the background saves of a run share, by the names of what is copied into it; {} at first. It
@@ -38,11 +38,11 @@ class HostCopy:
     _hook: RemovableHandle
 
     def make(self) -> dict[str, torch.Tensor]:
-        """Copy; call it exactly once. CheckpointError where there is no memory for it: the step waits no longer."""
+        """Copy; call it exactly once. OutOfMemory where there is none for it: the step waits no longer."""
         try:
             return self._make()
         except (MemoryError, RuntimeError) as error:
-            raise CheckpointError(
+            raise OutOfMemory(
                 "The state to save could not be copied to host memory.",
                 values=f"{type(error).__name__}: {error}",
                 fix="set checkpoint.async_save: false, which saves without a copy; the checkpoints before are as "

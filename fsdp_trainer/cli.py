@@ -106,7 +106,14 @@ def train(
     machines = _machines(nodes, node_rank=node_rank, address=address)
     arguments += words
     started = time.time()
-    code = launch(settings, arguments=arguments, profile=profile, processes=processes, machines=machines)
+    code = launch(
+        settings,
+        arguments=arguments,
+        profile=profile,
+        processes=processes,
+        machines=machines,
+        typed=["fsdp-trainer", *sys.argv[1:]],
+    )
     if code and not node_rank:
         _finish_report(settings, since=started)
     raise typer.Exit(code)

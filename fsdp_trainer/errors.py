@@ -56,6 +56,12 @@ class OutputError(FsdpTrainerError):
     exit_code = 7
 
 
+class OutOfMemory(FsdpTrainerError):
+    """A GPU or a machine had no memory left; out_of_memory.json in the run folder says where and what would fit."""
+
+    exit_code = 8
+
+
 class Interrupted(FsdpTrainerError):
     """A signal asked the run to stop; a checkpoint was saved and the run can be resumed."""
 

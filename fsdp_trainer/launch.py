@@ -25,10 +25,11 @@ import psutil
 from fsdp_trainer.config import Config
 from fsdp_trainer.config_checks import check_model_path
 from fsdp_trainer.cuda_allocator import use_expandable_segments
-from fsdp_trainer.errors import ConfigError, DistributedError, Interrupted
+from fsdp_trainer.errors import ConfigError, DistributedError, Interrupted, OutOfMemory
 from fsdp_trainer.hub import refuse_unreachable_model
 from fsdp_trainer.launch_profile import check_profile, read_profile, write_profile
 from fsdp_trainer.memory.hardware import CPU_RANKS
+from fsdp_trainer.memory.machine import count_kills
 from fsdp_trainer.progress import log_error
 from fsdp_trainer.run_folder import STATUS, check_writable
 from fsdp_trainer.run_lock import refuse_held_folder
@@ -36,6 +37,10 @@ from fsdp_trainer.units import format_number
 
 SCRIPT = Path(__file__).resolve().with_name("train.py")
 AGENT = SCRIPT.with_name("launch_agent.py")
+# Set for ranks that this package starts: what they leave when memory runs out is completed when they are gone.
+LAUNCHER = "FSDP_TRAINER_LAUNCHER"
+# What a run ends with whose rank was killed: by the rank that lost it, or by the agent itself.
+KILLED = (DistributedError.exit_code, 128 + signal.SIGKILL)
 
 
 def count_gpus(environ: Mapping[str, str] = os.environ) -> int:
@@ -161,12 +166,14 @@ def launch(
     processes: int | None = None,
     machines: Machines | None = None,
     on_line: Callable[[str], None] | None = None,
+    typed: Sequence[str] = (),
 ) -> int:
     """Run train.py with `arguments` in N processes and return the exit code of the run.
 
     Of several `machines` each calls this, and `processes` are those of all; they share the file system of output_dir.
     Ctrl-C and SIGTERM are passed to the workers, which save and stop; a second one ends them at once. With `on_line`
-    (a notebook, where a child's output would go to the server's terminal) each line of output is handed to it.
+    (a notebook, where a child's output would go to the server's terminal) each line of output is handed to it. `typed`
+    is the command of the user, to which a run that is out of memory adds what would fit.
     """
     profile = Path(profile) if profile is not None else None
     count = 1 if machines is None else machines.count
@@ -187,7 +194,7 @@ def launch(
         command = launch_command(profile, content, arguments=arguments, machines=machines)
         environ = launch_environment(os.environ, content, processes=processes)
         status = Path(config.output_dir, STATUS)
-        before = _modified(status)
+        before, kills = _modified(status), count_kills()
         code, stopped_by = _run(command, environ, on_line=on_line)
     if code == 0:
         return 0
@@ -196,12 +203,33 @@ def launch(
     written, message = read_status(status) if _modified(status) != before else (None, "")
     if not message and code > 128 and stopped_by is None:
         message = _describe_death(code - 128)
+    if stopped_by is None and count_kills() > kills and (written or code) in KILLED:
+        written = _record_kill(config, processes=processes, machines=count)
+    if written == OutOfMemory.exit_code and (page := _finish_page(config, typed)):
+        message = ""
+        for line in page:
+            (on_line or log_error)(line)
     said_once = processes == 1 or written == Interrupted.exit_code
     if message and not (written and said_once):  # said again: other ranks may have had something to say after it
         (on_line or log_error)(f"error: {message}")
     if written:
         return written
     return 128 + stopped_by if stopped_by is not None else code
+
+
+def _record_kill(config: Config, *, processes: int, machines: int) -> int:
+    from fsdp_trainer.out_of_memory_page import leave_host_kill  # here: only a run that failed needs the planner's code
+
+    return leave_host_kill(config, processes=processes, machines=machines)
+
+
+def _finish_page(config: Config, typed: Sequence[str]) -> list[str]:
+    """Complete what the ranks left of how memory ran out, and return it as lines for a terminal."""
+    from fsdp_trainer.out_of_memory_page import finish_page
+    from fsdp_trainer.report.out_of_memory_text import format_out_of_memory
+
+    found = finish_page(Path(config.output_dir), command=typed)
+    return [] if found is None else format_out_of_memory(found).splitlines()
 
 
 def _describe_death(number: int) -> str:
@@ -244,6 +272,7 @@ def launch_command(
 def launch_environment(environ: Mapping[str, str], content: Mapping[str, Any], *, processes: int) -> dict[str, str]:
     """Build the environment of the workers."""
     result = dict(environ)
+    result[LAUNCHER] = "1"
     use_expandable_segments(result)
     if content.get("use_cpu"):
         # Accelerate drops a profile's use_cpu on the way to FSDP workers; on a machine with GPUs they would take those.

@@ -25,15 +25,18 @@ from fsdp_trainer.checkpoint_manifest import Progress
 from fsdp_trainer.config import Config
 from fsdp_trainer.data.loader import steps_per_epoch
 from fsdp_trainer.data.rows import Rows
-from fsdp_trainer.errors import FsdpTrainerError, Interrupted, NonFiniteError, OutputError
+from fsdp_trainer.errors import FsdpTrainerError, Interrupted, NonFiniteError, OutOfMemory, OutputError
 from fsdp_trainer.evaluation import evaluate, evaluation_is_due
 from fsdp_trainer.export import export_model
 from fsdp_trainer.launch import launch, read_status
 from fsdp_trainer.model_card import format_model_card
 from fsdp_trainer.optim.schedule import scheduled_rate
+from fsdp_trainer.out_of_memory import Last, out_of_memory_is_explained
+from fsdp_trainer.out_of_memory_page import read_record
 from fsdp_trainer.profiling import StepProfiler
 from fsdp_trainer.progress import log_line
 from fsdp_trainer.rank_watch import RankWatch, watch_ranks
+from fsdp_trainer.report.out_of_memory_text import format_out_of_memory
 from fsdp_trainer.resume_rules import describe
 from fsdp_trainer.run import Run, build_run, check_model
 from fsdp_trainer.run_folder import (
@@ -80,8 +83,10 @@ def finetune(config: Config, *, processes: int | None = None, prediction: Mappin
         check_same_settings(config)
         timeout, output_dir = config.train.timeout_minutes, Path(config.output_dir)
         watching = watch_ranks(runtime, timeout_minutes=timeout, output_dir=output_dir)
-        with hold_folder(output_dir), watching as watch:
-            return _finetune(config, runtime, stop, watch, prediction)
+        # Inside of the watch: what is known is written before the others hear that this rank has failed.
+        explained = out_of_memory_is_explained(config, runtime, plan=prediction)
+        with hold_folder(output_dir), watching as watch, explained as last:
+            return _finetune(config, runtime, stop, watch, prediction, last)
 
 
 def _is_launched() -> bool:
@@ -98,6 +103,8 @@ def _start_processes(config: Config, processes: int, prediction: Mapping[str, An
         # A notebook shows what this process prints, not what a child writes to the server's terminal.
         on_line = log_line if "ipykernel" in sys.modules else None
         code = launch(config, arguments=["--config", str(settings)], processes=processes, on_line=on_line)
+    if code == OutOfMemory.exit_code and (found := read_record(Path(config.output_dir))) is not None:
+        raise OutOfMemory(format_out_of_memory(found))
     if code:
         _, message = read_status(Path(config.output_dir) / STATUS)
         known = {error.exit_code: error for error in FsdpTrainerError.__subclasses__()}
@@ -119,6 +126,7 @@ class _Session:
     saver: Saver
     watch: RankWatch | None
     ledger: RunLedger
+    last: Last
 
 
 def _finetune(
@@ -126,7 +134,8 @@ def _finetune(
     runtime: Runtime,
     stop: StopRequest,
     watch: RankWatch | None,
-    prediction: Mapping[str, Any] | None = None,
+    prediction: Mapping[str, Any] | None,
+    last: Last,
 ) -> Path:
     output_dir = Path(config.output_dir)
     # Before the data, which may take hours; and on one rank of a node first, since it may download.
@@ -142,7 +151,7 @@ def _finetune(
     facts = describe(config.to_dict(), rows=data.digest, versions=library_versions(), code=data.code)
     resume_from = find_start(config, runtime, output_dir, facts=facts)
     ledger = RunLedger(runtime, output_dir=output_dir, plan=prediction)
-    run = build_run(config, runtime, load=resume_from is None)
+    run = last.run = build_run(config, runtime, load=resume_from is None)
     for fact in run.facts:
         log_line(fact, is_main=runtime.is_main)
     save_group = build_save_group(timeout=timedelta(minutes=config.train.timeout_minutes))
@@ -170,7 +179,7 @@ def _finetune(
     saver = Saver(
         run, facts=facts, process_group=save_group, output_dir=output_dir, saved_step=progress.step, best=best
     )
-    session = _Session(data, total_steps, output_dir, stop, saver, watch, ledger)
+    session = _Session(data, total_steps, output_dir, stop, saver, watch, ledger, last)
     stop.check_all()
     if _evaluation_is_owed(config, session, progress.step):
         _evaluate(run, session, progress)
@@ -202,6 +211,7 @@ def train_loop(run: Run, session: _Session, progress: Progress) -> Progress:
                 total_steps=session.total_steps,
             )
             started = time.perf_counter()
+            session.last.step, session.last.window = progress.step + 1, window
             is_last = progress.step + 1 == session.total_steps
             watched = session.ledger.watch(run, window, is_last=is_last)
             with profiler.watch(progress.step + 1) as profiled, watched as traced:

@@ -43,6 +43,8 @@ PARTS = {
     "training_ledger": "training",
     "trace_marks": "assembly",
     "evaluation": "training",
+    "out_of_memory": "training",
+    "out_of_memory_page": "launch",
     "phases": "techniques",
     "memory.planner": "planner",
     "memory.plan": "planner",
@@ -63,6 +65,7 @@ PARTS = {
     "memory.simulation": "measure",
     "memory.predicted": "measure",
     "memory.postmortem": "measure",
+    "memory.advice": "measure",
     "memory.simulate": "simulate",
     "memory.allocator": "simulate",
     "memory.recording": "facts",
@@ -135,7 +138,8 @@ BELOW = {
     "planner": {"report", "simulate", "assembly", "measure", "techniques", "config", "facts", "base"},
     "report": {"config", "facts", "base"},
     "interop": {"config", "facts", "base"},
-    "launch": {"interop", "config", "facts", "base"},
+    # What would have fitted is worked out where the ranks were started, when they are gone.
+    "launch": {"measure", "report", "interop", "config", "facts", "base"},
     "ladder": {"ledger", "launch", "planner", "report", "simulate", "measure", "techniques", "config", "facts", "base"},
     # The ledger is shown at the end of a run; what report/ gets of it are plain values.
     "training": {"report", "ledger", "launch", "assembly", "measure", "techniques", "config", "facts", "base"},

@@ -20,6 +20,28 @@ def machine_bytes(*, root: Path = Path("/")) -> int:
     return min([psutil.virtual_memory().total, *limits])
 
 
+def count_kills(*, root: Path = Path("/")) -> int:
+    """Return how many processes the kernel has killed so far for want of memory: of the control group, else in all.
+
+    `oom_kill` of memory.events or memory.oom_control counts those of a group, by whatever killer (Linux,
+    Documentation/admin-guide/cgroup-v2.rst), and of /proc/vmstat those of the machine. Only a rise says something.
+    """
+    counters = [
+        file.with_name("memory.events" if file.name == "memory.max" else "memory.oom_control")
+        for file in _limit_files(root)
+    ]
+    found = [count for file in counters if (count := _read_kills(file)) is not None]
+    return sum(found) if found else _read_kills(root / "proc/vmstat") or 0
+
+
+def _read_kills(file: Path) -> int | None:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 def may_have_gpus() -> bool:
     """Return False where no driver is in sight, which spares asking torch."""
     return shutil.which("nvidia-smi") is not None or any(Path(name).exists() for name in _DEVICES)

@@ -235,7 +235,7 @@ def test_failing_write_on_one_rank_is_known_to_all(
 
 def copy_in_vain(settings: dict[str, Any]) -> tuple[str, list[str]]:
     """Save, and again in the background where rank 1 has no memory for the copy; return what is said and is left."""
-    from fsdp_trainer.errors import CheckpointError
+    from fsdp_trainer.errors import OutOfMemory
 
     class NoMemory(dict[str, Any]):
         def __setitem__(self, name: str, tensor: Any) -> None:
@@ -250,7 +250,7 @@ def copy_in_vain(settings: dict[str, Any]) -> tuple[str, list[str]]:
     try:
         while not pending.poll():
             runs.take_steps(run, 0, 1)
-    except CheckpointError as error:
+    except OutOfMemory as error:
         said = str(error)
     return said, sorted(path.name for path in (Path(run.config.output_dir) / "checkpoints").iterdir())
 
