@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fsdp_trainer.config import Config
+    from fsdp_trainer.finetuning import finetune
     from fsdp_trainer.memory.planning import plan
     from fsdp_trainer.memory.simulation_process import simulate
-    from fsdp_trainer.training import finetune
+    from fsdp_trainer.train_result import TrainResult
 
 __version__ = "0.1.0"
-__all__ = ["Config", "__version__", "finetune", "plan", "simulate"]
+__all__ = ["Config", "TrainResult", "__version__", "finetune", "plan", "simulate"]
 
 _HOMES = {
     "Config": "fsdp_trainer.config",
-    "finetune": "fsdp_trainer.training",
+    "TrainResult": "fsdp_trainer.train_result",
+    "finetune": "fsdp_trainer.finetuning",
     "plan": "fsdp_trainer.memory.planning",
     "simulate": "fsdp_trainer.memory.simulation_process",
 }

@@ -6,6 +6,7 @@ Into a file or a pipe a bar becomes one line at the start and one at the end. On
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -42,7 +43,7 @@ def show_progress(description: str, *, total: int | None, is_main: bool = True) 
         return
     console = make_console()
     started, done = time.monotonic(), 0
-    if console.is_terminal or console.is_jupyter:
+    if find_spec("ipywidgets") if console.is_jupyter else console.is_terminal:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         # transient: what stays on the screen is the one line below, the same as in a log file.
         with Progress(*columns, console=console, transient=True) as bar:

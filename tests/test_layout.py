@@ -36,6 +36,9 @@ PARTS = {
     "self_test": "training",
     "demo": "cli",
     "training": "training",
+    "finetuning": "start",
+    "train_result": "report",
+    "output_log": "base",
     "training_start": "training",
     "evaluation": "training",
     "phases": "techniques",
@@ -122,6 +125,7 @@ BELOW = {
     "launch": {"interop", "config", "facts", "base"},
     "training": {"launch", "assembly", "measure", "techniques", "config", "facts", "base"},
 }
+BELOW["start"] = set(BELOW)
 BELOW["cli"] = set(BELOW) | {"top"}
 BELOW["top"] = set(BELOW) - {"cli"}
 
@@ -147,6 +151,7 @@ WITHOUT_TORCH += ("memory", "memory.hardware", "memory.machine", "memory.estimat
 WITHOUT_TORCH += ("memory.simulation", "memory.recording", "memory.timing", "memory.rates", "memory.estimate_time")
 WITHOUT_TORCH += ("memory.planning", "memory.calibration", "memory.import_memory", "cli_import")
 WITHOUT_TORCH += ("memory.plan", "memory.planner", "memory.candidates", "memory.candidate_estimates", "memory.remedies")
+WITHOUT_TORCH += ("finetuning", "train_result", "output_log")
 WITHOUT_TORCH += ("optim.schedule", "interop", "interop.gpu_profile")
 WITHOUT_TORCH += ("memory.host", "memory.quick", "memory.simulation_text", "report")
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "bitsandbytes", "torchao"}
