@@ -6,6 +6,7 @@ Nothing here imports torch, so help and errors answer in well under a second.
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from fsdp_trainer.errors import ConfigError, FsdpTrainerError
 from fsdp_trainer.launch import Machines, launch
 from fsdp_trainer.memory.simulation_text import format_simulation
 from fsdp_trainer.progress import log_error, log_line, make_console
+from fsdp_trainer.run_folder import STATUS
 
 app = typer.Typer(
     name="fsdp-trainer",
@@ -103,7 +105,23 @@ def train(
     arguments += ["--plan", plan] if plan is not None else []  # all ranks plan: rank 0 decides (train.py)
     machines = _machines(nodes, node_rank=node_rank, address=address)
     arguments += words
-    raise typer.Exit(launch(settings, arguments=arguments, profile=profile, processes=processes, machines=machines))
+    started = time.time()
+    code = launch(settings, arguments=arguments, profile=profile, processes=processes, machines=machines)
+    if code and not node_rank:
+        _finish_report(settings, since=started)
+    raise typer.Exit(code)
+
+
+def _finish_report(settings: Config, *, since: float) -> None:
+    """Write report.html where rank 0 of a run that failed had no time to, or wrote it before the last was known."""
+    folder = Path(settings.output_dir)
+    status = folder / STATUS
+    if not settings.log.report or not status.is_file() or status.stat().st_mtime < since:
+        return  # not this run's folder: it ended before it began
+    from fsdp_trainer.report.run_html import is_stale, leave_report
+
+    if is_stale(folder):
+        leave_report(folder)
 
 
 def _machines(nodes: int, *, node_rank: int | None, address: str | None) -> Machines | None:

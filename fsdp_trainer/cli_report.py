@@ -16,7 +16,9 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(help="Page to write; default report.html, in the run's folder or, of several, here.", metavar="FILE"),
+        typer.Option(
+            help="Page to write; default report.html, in the run's folder or, of several, here.", metavar="FILE"
+        ),
     ] = None,
     pictures: Annotated[
         bool, typer.Option("--pictures", help="Write each chart as a PNG too, into pictures/ beside the page.")

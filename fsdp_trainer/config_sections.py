@@ -477,6 +477,9 @@ class LogConfig(Section):
         default=2,
         description="First rows shown decoded, with what is trained on marked. The cheapest way to find a wrong mask.",
     )
+    report: bool = Field(
+        default=True, description="Write report.html into the run folder at the end, also after a failure: a second."
+    )
 
 
 class CompileConfig(Section):

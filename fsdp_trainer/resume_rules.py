@@ -48,6 +48,7 @@ RULES: Mapping[str, Rule] = {
         "log.every_steps",
         "log.trackers",
         "log.samples",
+        "log.report",
         "profile.start",
         "profile.steps",
     ),

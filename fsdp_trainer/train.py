@@ -48,6 +48,7 @@ def main(words: list[str] | None = None) -> int:
     known, overrides = parser.parse_known_args(words)
     rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     use_expandable_segments(os.environ)
+    config = None
     try:
         check_command_flags(overrides, root=Config, flags=("--config", "--plan"))
         config = Config.load(known.config, overrides)
@@ -55,16 +56,29 @@ def main(words: list[str] | None = None) -> int:
         config.check_world(int(world_size))
 
         _finetune(config, settings_file=known.config, plans=known.plan is not None)
+        _leave_report(config)
     except FsdpTrainerError as error:
         prefix = f"[rank {rank}] " if world_size != "1" else ""
         if not error.heard or _speaks_for_its_machine(world_size):
             log_error(f"{prefix}error: {error}")
         tell_agent(str(error), secondary=_is_secondary(error))
+        if config is not None and not isinstance(error, FolderInUse):
+            _leave_report(config)
         return error.exit_code
     except Exception as error:
         tell_agent(traceback.format_exc(), secondary=_is_secondary(error))
+        if config is not None:
+            _leave_report(config)
         raise
     return 0
+
+
+def _leave_report(config: Config) -> None:
+    """Write report.html on rank 0; what is drawn with is imported only now, when nothing else waits for memory."""
+    if config.log.report and os.environ.get("RANK", "0") == "0":
+        from fsdp_trainer.report.run_html import leave_report
+
+        leave_report(Path(config.output_dir))
 
 
 def _speaks_for_its_machine(world_size: str) -> bool:

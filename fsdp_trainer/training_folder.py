@@ -21,6 +21,7 @@ from fsdp_trainer.run import Run
 from fsdp_trainer.run_folder import DEVICES, PREDICTION, trim_metrics, write_json, write_settings, write_status, writing
 from fsdp_trainer.runtime import Runtime
 from fsdp_trainer.saving import saves_to_come
+from fsdp_trainer.training_start import library_versions
 from fsdp_trainer.units import format_bytes, format_number
 
 
@@ -58,13 +59,14 @@ def open_folder(config: Config, runtime: Runtime, *, step: int, prediction: Mapp
 
 
 def describe_devices(runtime: Runtime) -> dict[str, Any]:
-    """Return what the run is on, so that a plan can tell whose measurements these are."""
+    """Return what the run is on, so that a plan can tell whose measurements these are, and a report what made them."""
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", runtime.world_size))
     name, size = "CPU", None
     if runtime.device.type == "cuda":
         found = torch.cuda.get_device_properties(runtime.device)
         name, size = found.name, found.total_memory
-    return {"device": name, "memory_bytes": size, "ranks": runtime.world_size, "ranks_per_node": per_node}
+    ranks = {"ranks": runtime.world_size, "ranks_per_node": per_node}
+    return {"device": name, "memory_bytes": size, **ranks, "versions": library_versions()}
 
 
 def check_disk(run: Run, *, output_dir: Path, step: int, total_steps: int) -> None:

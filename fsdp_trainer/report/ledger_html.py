@@ -28,7 +28,9 @@ def ledger_section(ledger: Mapping[str, Any], *, with_chart: bool = True) -> Mar
     return render(
         "ledger.html.jinja",
         first=format_peak(ledger),
-        chart=to_svg(figure, name="ledger", label="memory at the peak by kind, predicted beside measured") if figure else "",
+        chart=to_svg(figure, name="ledger", label="memory at the peak by kind, predicted beside measured")
+        if figure
+        else "",
         key=[(name_of(kind), css_colour(colour_of(kind))) for kind in ledger_kinds([ledger])],
         unit=unit,
         categories=[
@@ -63,7 +65,9 @@ def format_peak(ledger: Mapping[str, Any]) -> str:
     unit, times = unit_for(*known)
     if peak["measured_gib"] is None:
         text = "peak not measured"
-        return text if peak["predicted_gib"] is None else f"{text} (predicted {peak['predicted_gib'] * times:.1f} {unit})"
+        return (
+            text if peak["predicted_gib"] is None else f"{text} (predicted {peak['predicted_gib'] * times:.1f} {unit})"
+        )
     text = f"peak {peak['measured_gib'] * times:.1f} {unit}"
     if ledger["usable_gib"] is not None:
         usable = ledger["usable_gib"]

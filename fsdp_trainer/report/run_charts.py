@@ -43,7 +43,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class _Kind:
-    """A number over steps: `ylabel` has its unit, `smoothed` draws its mean over it, `from_zero` starts its axis there."""
+    """A number over steps: `ylabel` has its unit, `smoothed` lays its mean over it, `from_zero` is of the axis."""
 
     key: str
     name: str

@@ -10,16 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
 from fsdp_trainer import __version__
+from fsdp_trainer.progress import log_line
 from fsdp_trainer.report.charts import css_colour, to_svg
 from fsdp_trainer.report.ledger_html import DASH, format_difference, format_peak, ledger_section
 from fsdp_trainer.report.out_of_memory_html import out_of_memory_section
 from fsdp_trainer.report.page import format_page, render
 from fsdp_trainer.report.run_charts import Chart, build_charts, styles_of
-from fsdp_trainer.report.run_record import RunRecord, read_runs
-from fsdp_trainer.run_folder import write_text_atomically, writing
+from fsdp_trainer.report.run_record import LEDGER, OUT_OF_MEMORY, RunRecord, read_runs
+from fsdp_trainer.run_folder import METRICS, SETTINGS, STATUS, write_text_atomically, writing
 from fsdp_trainer.units import format_bytes, format_count, format_duration, format_number
 
 REPORT = "report.html"
@@ -28,11 +27,36 @@ _OF_PLACE = ("output_dir",)
 
 
 def write_run_report(folders: Sequence[str | Path], out: Path) -> Path:
-    """Write the page of these run folders to `out` and return it. ConfigError for what is no run folder, OutputError."""
+    """Write the page of these run folders to `out` and return `out`.
+
+    ConfigError for what is no run folder, OutputError where no file can be made.
+    """
     text = format_run_html(folders)
     with writing(out):
         write_text_atomically(out, text)
     return out
+
+
+def leave_report(folder: Path) -> None:
+    """Write report.html of a run that has ended, and say so in a line. Never raises: a report decides nothing.
+
+    A folder without settings is left alone: its run ended before it began.
+    """
+    if not (folder / SETTINGS).is_file():
+        return
+    try:
+        log_line(f"report: {write_run_report([folder], folder / REPORT)}")
+    except (Exception, KeyboardInterrupt) as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        log_line(f"{REPORT} was not written ({why}); `fsdp-trainer report {folder}` makes it")
+
+
+def is_stale(folder: Path) -> bool:
+    """Return whether what a run left is newer than its report."""
+    report = folder / REPORT
+    written = report.stat().st_mtime_ns if report.is_file() else 0
+    files = (folder / name for name in (STATUS, METRICS, LEDGER, OUT_OF_MEMORY))
+    return any(file.stat().st_mtime_ns > written for file in files if file.is_file())
 
 
 def format_run_html(folders: Sequence[str | Path]) -> str:
@@ -124,7 +148,10 @@ def _facts(run: RunRecord) -> Iterator[tuple[str, tuple[str, str]]]:
     if len(evaluation.known):
         steps = evaluation.steps[~(evaluation.values != evaluation.values)]
         best = int(evaluation.known.argmin())
-        yield "evaluation", (f"{evaluation.known[-1]:.4f}", f"best {evaluation.known[best]:.4f} at step {steps[best]:,.0f}")
+        yield (
+            "evaluation",
+            (f"{evaluation.known[-1]:.4f}", f"best {evaluation.known[best]:.4f} at step {steps[best]:,.0f}"),
+        )
     speed = _usual(run, "tokens_per_second")
     if speed is not None:
         seconds = _usual(run, "step_seconds")

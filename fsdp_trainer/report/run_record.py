@@ -134,7 +134,11 @@ def _read_metrics(path: Path, notes: list[str]) -> tuple[list[dict[str, Any]], l
         else:
             steps[row["step"]] = row
     if unread:
-        what = "1 line of it is no whole row and is" if unread == 1 else f"{unread:,} lines of it are no whole rows and are"
+        what = (
+            "1 line of it is no whole row and is"
+            if unread == 1
+            else f"{unread:,} lines of it are no whole rows and are"
+        )
         notes.append(f"{METRICS}: {what} left out.")
     return [steps[step] for step in sorted(steps)], [evaluations[step] for step in sorted(evaluations)]
 
