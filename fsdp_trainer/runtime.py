@@ -148,7 +148,7 @@ def build_runtime(
     """
     if use_expandable_segments(os.environ) and torch.cuda.is_initialized():
         log_line(
-            "warning: CUDA was in use in this process before, so its allocator stays without expandable segments, which "
+            "warning: CUDA was in use in this process before, so its allocator has no expandable segments, which "
             "plans count on; finetune(config, processes=N) starts processes of its own"
         )
     use_cpu = join_process_group(timeout_minutes=timeout_minutes)

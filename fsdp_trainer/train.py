@@ -33,7 +33,7 @@ from fsdp_trainer.errors import DistributedError, FolderInUse, FsdpTrainerError,
 from fsdp_trainer.launch_agent import tell_agent  # noqa: E402
 from fsdp_trainer.launch_profile import check_environment  # noqa: E402
 from fsdp_trainer.memory.plan_files import find_prediction  # noqa: E402
-from fsdp_trainer.progress import log_error, log_line  # noqa: E402
+from fsdp_trainer.progress import log_error  # noqa: E402
 from fsdp_trainer.run_folder import STATUS, write_status  # noqa: E402
 
 

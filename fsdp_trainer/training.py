@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 
 from fsdp_trainer.agreement import is_main, run_on_all, run_on_main
 from fsdp_trainer.checkpoint import build_save_group, load_checkpoint

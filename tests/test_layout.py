@@ -151,7 +151,23 @@ WITHOUT_TORCH += ("memory", "memory.hardware", "memory.machine", "memory.estimat
 WITHOUT_TORCH += ("memory.simulation", "memory.recording", "memory.timing", "memory.rates", "memory.estimate_time")
 WITHOUT_TORCH += ("memory.planning", "memory.calibration", "memory.import_memory", "cli_import")
 WITHOUT_TORCH += ("memory.plan", "memory.planner", "memory.candidates", "memory.candidate_estimates", "memory.remedies")
-WITHOUT_TORCH += ("finetuning", "train_result", "output_log")
+WITHOUT_TORCH += (
+    "finetuning",
+    "train_result",
+    "output_log",
+    "report.notebook",
+    "report.result_html",
+    "report.run_html",
+)
+WITHOUT_TORCH += (
+    "report.plan_text",
+    "report.run_record",
+    "report.run_charts",
+    "report.charts",
+    "report.curves",
+    "report.page",
+)
+WITHOUT_TORCH += ("report.ledger_html", "report.memory_picture")
 WITHOUT_TORCH += ("optim.schedule", "interop", "interop.gpu_profile")
 WITHOUT_TORCH += ("memory.host", "memory.quick", "memory.simulation_text", "report")
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "bitsandbytes", "torchao"}
