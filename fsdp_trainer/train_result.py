@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fsdp_trainer.report.notebook import execution_count
 from fsdp_trainer.report.run_record import RunRecord, read_run
@@ -74,6 +74,10 @@ class TrainResult(os.PathLike[str]):
         parts += [format_duration(self.seconds)] if self.seconds is not None else []
         parts += [f"{self.tokens_per_second:,.0f} tokens/s"] if self.tokens_per_second is not None else []
         return f"{self.folder}: {', '.join(parts)}"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show the same lines in IPython, and in a notebook that cannot show HTML."""
+        printer.text(str(self))
 
     def _repr_html_(self) -> str:
         """Show the run in a notebook: its numbers, curves and memory."""
