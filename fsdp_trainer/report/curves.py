@@ -44,8 +44,8 @@ def smooth(curve: Curve, *, rows: float) -> Curve:
 
 
 def smoothing_rows(count: int) -> int:
-    """Return over how many logged steps a curve of `count` is smoothed: a hundredth, so that it runs little behind."""
-    return max(5, round(count / 100))
+    """Return over how many logged steps a curve of `count` is smoothed: a thirtieth, but so few that it stays near."""
+    return min(max(5, round(count / 30)), 500)
 
 
 def needs_log(values: np.ndarray) -> bool:

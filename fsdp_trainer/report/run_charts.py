@@ -26,7 +26,7 @@ from fsdp_trainer.report.ledger_html import draw_ledger, highest, ledger_kinds, 
 from fsdp_trainer.report.memory_picture import STACK, find_peak, mark_phases, unit_of_bytes
 from fsdp_trainer.report.run_record import Curve, RunRecord
 
-ALONE = ("#0072b2", "-")
+ALONE, PALE, EVALUATION = ("#0072b2", "-"), "#56b4e9", "#d55e00"  # of a run that is drawn by itself
 Legend = Mapping[str, tuple[str, str]]  # name -> (colour, dashes)
 
 
@@ -90,10 +90,10 @@ def _draw_curves(runs: Sequence[RunRecord], kind: _Kind) -> Chart | None:
             colour, dashes = styles[name]
             _draw_curve(axes, curve, kind, colour=colour, dashes=dashes)
         for name, curve in evaluations.items():
-            colour = "#d55e00" if len(runs) == 1 else styles[name][0]
-            marks = {"marker": "o", "markersize": 4, "linewidth": 0.8, "markeredgecolor": INK, "markeredgewidth": 0.5}
+            colour = EVALUATION if len(runs) == 1 else styles[name][0]
             shown = thin(curve)
-            axes.plot(shown.steps, shown.values, color=colour, linestyle="--", **marks)
+            mark = "o" if len(shown.steps) <= 40 else ""  # more would hide the line
+            axes.plot(shown.steps, shown.values, color=colour, linestyle="--", linewidth=1.2, marker=mark, markersize=3)
         _scale(axes, values, kind)
     caption = "; ".join(_caption(list(curves.values()), kind, has_evaluation=any(map(_is_known, evaluations.values()))))
     return Chart(kind.name, kind.title, caption, figure, styles if len(runs) > 1 else {})
@@ -103,10 +103,9 @@ def _draw_curve(axes: Any, curve: Curve, kind: _Kind, *, colour: str, dashes: st
     mark = "o" if len(curve.known) == 1 else ""
     is_smoothed = kind.smoothed and len(curve.known) >= 10
     shown = thin(curve)
-    # Many points lie on one another: the fewer there are, the stronger each must be to be seen.
-    alpha = (0.35 if len(shown.steps) > 400 else 0.6) if is_smoothed else 1.0
-    width = 0.8 if is_smoothed else 1.3
-    axes.plot(shown.steps, shown.values, color=colour, alpha=alpha, linewidth=width, linestyle=dashes, marker=mark)
+    pale = PALE if (colour, dashes) == ALONE else colour
+    look = {"color": pale, "alpha": 0.6, "linewidth": 0.8} if is_smoothed else {"color": colour, "linewidth": 1.3}
+    axes.plot(shown.steps, shown.values, linestyle=dashes, marker=mark, **look)
     if is_smoothed:
         shown = thin(smooth(curve, rows=smoothing_rows(len(curve.known))))
         axes.plot(shown.steps, shown.values, color=colour, linewidth=1.6, linestyle=dashes)
@@ -115,7 +114,9 @@ def _draw_curve(axes: Any, curve: Curve, kind: _Kind, *, colour: str, dashes: st
 def _scale(axes: Any, values: np.ndarray, kind: _Kind) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+    first, last = axes.get_xlim()
+    axes.set_xlim(min(first, (first + last) / 2 - 1), max(last, (first + last) / 2 + 1))  # of a single step too
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True, min_n_ticks=1))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
     digits = kind.digits
     if kind.from_zero:
@@ -134,7 +135,7 @@ def _caption(curves: Sequence[Curve], kind: _Kind, *, has_evaluation: bool) -> I
         spans = f"{over[0]:,}" if len(over) == 1 else f"{over[0]:,} to {over[-1]:,}"
         yield f"pale: each logged step; strong: smoothed over {spans}"
     if has_evaluation:
-        yield "dots: evaluation"
+        yield "broken line: evaluation"
     longest = max(len(curve.steps) for curve in curves)
     if longest > 4 * COLUMNS:
         yield f"{longest:,} steps, drawn as the lowest and highest of each of {COLUMNS} stretches"

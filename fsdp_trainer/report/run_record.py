@@ -15,6 +15,7 @@ import numpy as np
 from fsdp_trainer.config_reading import parse_settings
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.run_folder import DEVICES, METRICS, PREDICTION, SETTINGS, STATUS
+from fsdp_trainer.units import format_number
 
 LEDGER, OUT_OF_MEMORY = "memory.json", "out_of_memory.json"
 
@@ -134,12 +135,7 @@ def _read_metrics(path: Path, notes: list[str]) -> tuple[list[dict[str, Any]], l
         else:
             steps[row["step"]] = row
     if unread:
-        what = (
-            "1 line of it is no whole row and is"
-            if unread == 1
-            else f"{unread:,} lines of it are no whole rows and are"
-        )
-        notes.append(f"{METRICS}: {what} left out.")
+        notes.append(f"{METRICS}: {format_number(unread, 'line')} left out: torn, or no row of a run.")
     return [steps[step] for step in sorted(steps)], [evaluations[step] for step in sorted(evaluations)]
 
 
