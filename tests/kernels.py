@@ -40,7 +40,9 @@ class Kernel:
     def pid(self) -> int:
         return self.manager.provisioner.pid  # type: ignore[union-attr]
 
-    def run(self, code: str, *, until: Callable[[], bool] | None = None, strike: Callable[[], None] | None = None) -> Shown:
+    def run(
+        self, code: str, *, until: Callable[[], bool] | None = None, strike: Callable[[], None] | None = None
+    ) -> Shown:
         """Execute a cell to its end; as soon as `until` is true `strike` is called, once."""
         sent, shown, deadline = self.client.execute(code), Shown(), time.monotonic() + 240
         while time.monotonic() < deadline:

@@ -151,23 +151,7 @@ WITHOUT_TORCH += ("memory", "memory.hardware", "memory.machine", "memory.estimat
 WITHOUT_TORCH += ("memory.simulation", "memory.recording", "memory.timing", "memory.rates", "memory.estimate_time")
 WITHOUT_TORCH += ("memory.planning", "memory.calibration", "memory.import_memory", "cli_import")
 WITHOUT_TORCH += ("memory.plan", "memory.planner", "memory.candidates", "memory.candidate_estimates", "memory.remedies")
-WITHOUT_TORCH += (
-    "finetuning",
-    "train_result",
-    "output_log",
-    "report.notebook",
-    "report.result_html",
-    "report.run_html",
-)
-WITHOUT_TORCH += (
-    "report.plan_text",
-    "report.run_record",
-    "report.run_charts",
-    "report.charts",
-    "report.curves",
-    "report.page",
-)
-WITHOUT_TORCH += ("report.ledger_html", "report.memory_picture")
+WITHOUT_TORCH += ("finetuning", "train_result", "output_log")
 WITHOUT_TORCH += ("optim.schedule", "interop", "interop.gpu_profile")
 WITHOUT_TORCH += ("memory.host", "memory.quick", "memory.simulation_text", "report")
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "bitsandbytes", "torchao"}
@@ -276,7 +260,7 @@ def find_upward_imports(source: Source) -> list[str]:
 def is_light(module: str) -> bool:
     """True for modules that must not bring torch in."""
     named = any(module == name or (name and module.startswith(f"{name}_")) for name in WITHOUT_TORCH)
-    return named or module.split(".")[0] == "interop"
+    return named or module.split(".")[0] in ("interop", "report")
 
 
 def find_heavy_imports(source: Source) -> list[str]:
