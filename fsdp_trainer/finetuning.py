@@ -5,11 +5,10 @@ No torch is imported here: with `processes` this one only waits and shows, whate
 
 import json
 import os
-import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -97,18 +96,18 @@ def _start_processes(
         if prediction is not None:
             (Path(temporary) / PREDICTION).write_text(json.dumps(prediction), encoding="utf-8")
         arguments = ["--config", str(settings), *(["--plan", plan] if plan else [])]
-        with _shown(folder) as on_line:
-            code = launch(config, arguments=arguments, processes=processes, on_line=on_line)
-            if code:
-                raise _error_of(code, folder)
+        run = partial(launch, config, arguments=arguments, processes=processes)
+        if in_kernel():  # it shows what this process shows, not what a child writes to the server's terminal
+            with show_run(folder) as cell:
+                _check(run(on_line=cell.add, on_quiet=cell.rest), folder)
+        else:
+            _check(run(), folder)
     return replace(TrainResult.read(folder), shown_in=execution_count())
 
 
-def _shown(folder: Path) -> AbstractContextManager[Callable[[str], None] | None]:
-    """A notebook shows what this process shows, not what a child writes to the server's terminal."""
-    if in_kernel():
-        return show_run(folder)
-    return nullcontext(log_line if "ipykernel" in sys.modules else None)
+def _check(code: int, folder: Path) -> None:
+    if code:
+        raise _error_of(code, folder)
 
 
 def _error_of(code: int, folder: Path) -> FsdpTrainerError:

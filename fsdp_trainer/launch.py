@@ -161,13 +161,15 @@ def launch(
     processes: int | None = None,
     machines: Machines | None = None,
     on_line: Callable[[str], None] | None = None,
+    on_quiet: Callable[[], None] = lambda: None,
 ) -> int:
     """Run train.py with `arguments` in N processes and return the exit code of the run.
 
     Of several `machines` each calls this, and `processes` are those of all; they share the file system of output_dir.
     Ctrl-C and SIGTERM are passed to the workers, which save and stop; a second Ctrl-C ends them at once. With `on_line`
     (a notebook, where a child's output would go to the server's terminal) each line of output is handed to it, and
-    kept in the run folder; the workers then save and stop also when this process is killed.
+    kept in the run folder; the workers then save and stop also when this process is killed. `on_quiet` is called ten
+    times a second while no line comes.
     """
     profile = Path(profile) if profile is not None else None
     count = 1 if machines is None else machines.count
@@ -188,7 +190,8 @@ def launch(
         environ = launch_environment(os.environ, content, processes=processes)
         status = Path(config.output_dir, STATUS)
         before = _modified(status)
-        code, stopped_by = _run(command, environ, on_line=on_line, log=Path(config.output_dir, OUTPUT))
+        log = Path(config.output_dir, OUTPUT)
+        code, stopped_by = _run(command, environ, on_line=on_line, on_quiet=on_quiet, log=log)
     if code == 0:
         return 0
     code = code if code > 0 else 128 - code
@@ -261,7 +264,12 @@ def free_port() -> int:
 
 
 def _run(
-    command: Sequence[str], environ: Mapping[str, str], *, on_line: Callable[[str], None] | None, log: Path
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    on_line: Callable[[str], None] | None,
+    on_quiet: Callable[[], None],
+    log: Path,
 ) -> tuple[int, int | None]:
     """Run the command to its end; return its exit code and the first signal that was passed on, if any."""
     environ = dict(environ)
@@ -283,7 +291,11 @@ def _run(
     with _passing_signals(child) as received:
         try:
             if on_line is not None:
-                follow_lines(log, start=start, is_over=lambda: child.poll() is not None, on_line=on_line)
+
+                def is_over() -> bool:
+                    return child.poll() is not None
+
+                follow_lines(log, start=start, is_over=is_over, on_line=on_line, on_quiet=on_quiet)
             code = child.wait()
         finally:
             _end(child)

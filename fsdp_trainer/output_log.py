@@ -22,8 +22,18 @@ def describe_parent(environ: MutableMapping[str, str]) -> None:
         environ.pop(name, None)
 
 
-def follow_lines(path: Path, *, start: int, is_over: Callable[[], bool], on_line: Callable[[str], None]) -> None:
-    """Hand over each line that is written to `path` after its byte `start`, until `is_over` and all has been read."""
+def follow_lines(
+    path: Path,
+    *,
+    start: int,
+    is_over: Callable[[], bool],
+    on_line: Callable[[str], None],
+    on_quiet: Callable[[], None] = lambda: None,
+) -> None:
+    """Hand over each line that is written to `path` after its byte `start`, until `is_over` and all has been read.
+
+    `on_quiet` is called ten times a second while nothing more is there to read.
+    """
     rest = b""
     with path.open("rb") as file:
         file.seek(start)
@@ -34,6 +44,7 @@ def follow_lines(path: Path, *, start: int, is_over: Callable[[], bool], on_line
                 on_line(_text(line))
             if ended:
                 break
+            on_quiet()
             time.sleep(_SECONDS_BETWEEN_LOOKS)
     if rest:
         on_line(_text(rest))

@@ -55,6 +55,11 @@ def format_shown_above(folder: Path) -> str:
     return format_piece(render("shown_above.html.jinja", folder=str(folder)))
 
 
+def prepare_to_draw() -> None:
+    """Import what draws curves, a second of work, while there is nothing else to do."""
+    import matplotlib.figure  # noqa: F401
+
+
 def _read(folder: Path) -> RunRecord | None:
     try:
         return read_run(folder)
@@ -78,7 +83,7 @@ def _words(run: RunRecord | None, *, seconds: float, is_over: bool) -> Iterator[
     if run is not None and run.rows:
         total = _total_steps(run)
         yield f"step {run.rows[-1]['step']:,}" + (f" of {total:,}" if total else "")
-    yield f"{'ended after' if is_over else 'for'} {format_duration(seconds)}"
+    yield f"{'ended after' if is_over else 'running for'} {format_duration(seconds)}"
     bar = _bar(run) if run is not None and not is_over else None
     times = run.curve("step_seconds").known[-20:].tolist() if run is not None else []
     if bar is not None and times and bar["step"] < bar["total"]:

@@ -72,7 +72,7 @@ def test_the_stop_button_saves_and_the_cell_goes_on(kernel: Kernel, model_folder
     again = kernel.run(cell)
     assert not again.error
     assert len(again.displays) == 1, "one display, updated"
-    assert len(again.updates) >= 3
+    assert len(again.updates) >= 4
     assert any("<progress" in html and "<svg" in html for html in again.updates)
     assert "shown above" in again.value["text/html"]
     (result,) = again.displays.values()
