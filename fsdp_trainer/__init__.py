@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fsdp_trainer.config import Config
     from fsdp_trainer.finetuning import finetune
+    from fsdp_trainer.memory.ledger import Ledger
     from fsdp_trainer.memory.planning import plan
     from fsdp_trainer.memory.simulation_process import simulate
     from fsdp_trainer.train_result import TrainResult
 
 __version__ = "0.1.0"
-__all__ = ["Config", "TrainResult", "__version__", "finetune", "plan", "simulate"]
+__all__ = ["Config", "Ledger", "TrainResult", "__version__", "finetune", "plan", "simulate"]
 
 _HOMES = {
     "Config": "fsdp_trainer.config",
+    "Ledger": "fsdp_trainer.memory.ledger",
     "TrainResult": "fsdp_trainer.train_result",
     "finetune": "fsdp_trainer.finetuning",
     "plan": "fsdp_trainer.memory.planning",

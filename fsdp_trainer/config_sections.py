@@ -477,9 +477,10 @@ class LogConfig(Section):
         default=2,
         description="First rows shown decoded, with what is trained on marked. The cheapest way to find a wrong mask.",
     )
-    report: bool = Field(
-        default=True, description="Write report.html into the run folder at the end, also after a failure: a second."
+    trace_step: bool = Field(
+        default=True, description="Trace step 2 of a process, which takes longer: memory.json then has kinds of memory."
     )
+    report: bool = Field(default=True, description="Write report.html into the run folder at the end of a run.")
 
 
 class CompileConfig(Section):

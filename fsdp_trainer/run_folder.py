@@ -82,10 +82,10 @@ def write_settings(output_dir: Path, text: str) -> None:
         write_text_atomically(output_dir / SETTINGS, text)
 
 
-def write_json(output_dir: Path, name: str, content: Mapping[str, Any]) -> None:
-    """Keep one JSON object in the run folder."""
+def write_json(output_dir: Path, name: str, content: Mapping[str, Any], *, indent: int | None = 2) -> None:
+    """Keep one JSON object in the run folder; `indent` None: on one line."""
     with writing(output_dir / name):
-        write_text_atomically(output_dir / name, json.dumps(content, indent=2) + "\n")
+        write_text_atomically(output_dir / name, json.dumps(content, indent=indent) + "\n")
 
 
 def append_metrics(output_dir: Path, row: Mapping[str, Any]) -> None:

@@ -120,20 +120,21 @@ class Saver:
     def _save(self, progress: Progress, *, asynchronous: bool) -> None:
         self._finish()
         run = self._run
-        self._pending = save_checkpoint(
-            self._output_dir,
-            model=run.model,
-            optimizer=run.optimizer,
-            scaler=run.scaler,
-            progress=progress,
-            facts=self._facts,
-            device=run.runtime.device,
-            process_group=self._group,
-            asynchronous=asynchronous,
-            memory=self._memory,
-            keep_latest=run.config.checkpoint.keep_latest,
-            best=self._best,
-        )
+        with run.runtime.phases.enter("save"):
+            self._pending = save_checkpoint(
+                self._output_dir,
+                model=run.model,
+                optimizer=run.optimizer,
+                scaler=run.scaler,
+                progress=progress,
+                facts=self._facts,
+                device=run.runtime.device,
+                process_group=self._group,
+                asynchronous=asynchronous,
+                memory=self._memory,
+                keep_latest=run.config.checkpoint.keep_latest,
+                best=self._best,
+            )
         self._saved_step = progress.step
         if not asynchronous:
             self._finish()

@@ -74,6 +74,12 @@ class Sharding:
         for unit in self.units:
             unit.reshard()
 
+    def groups(self) -> list[Any]:
+        """Return FSDP2's own objects for the units, which know parameters and dtypes."""
+        states = {id(state): state for state in (unit._get_fsdp_state() for unit in self.units)}
+        found = (state._fsdp_param_group for state in states.values())
+        return [group for group in found if group is not None]
+
 
 def strategy_name(zero_stage: int, replicate: int) -> str:
     """Return the strategy's usual name, such as FULL_SHARD for stage 3."""
@@ -190,7 +196,7 @@ def widen_gradients(model: nn.Module, parts: ModelParts, reduce_dtype: torch.dty
 def reduction_units(sharding: Sharding) -> dict[nn.Parameter, Any]:
     """Return what each trainable parameter is reduced with: an FSDP unit, or alone where FSDP manages none."""
     found: dict[nn.Parameter, Any] = {
-        parameter.sharded_param: unit for unit in _units_of(sharding) for parameter in unit.fsdp_params
+        parameter.sharded_param: unit for unit in sharding.groups() for parameter in unit.fsdp_params
     }
     assert isinstance(sharding.root, nn.Module)
     trained = [parameter for parameter in sharding.root.parameters() if parameter.requires_grad]
@@ -205,13 +211,6 @@ def release_reduced(unit: Any) -> None:
     """
     if getattr(unit, "_all_reduce_state", None) is not None:
         unit._all_reduce_state = None
-
-
-def _units_of(sharding: Sharding) -> list[Any]:
-    """Return FSDP2's own objects for the units, which know parameters and dtypes."""
-    states = {id(state): state for state in (unit._get_fsdp_state() for unit in sharding.units)}
-    groups = (state._fsdp_param_group for state in states.values())
-    return [group for group in groups if group is not None]
 
 
 def _outer_units(parts: ModelParts) -> Sequence[list[nn.Module]]:

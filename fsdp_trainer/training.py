@@ -24,7 +24,6 @@ from fsdp_trainer.data.rows import Rows
 from fsdp_trainer.errors import Interrupted, NonFiniteError, OutputError
 from fsdp_trainer.evaluation import evaluate, evaluation_is_due
 from fsdp_trainer.export import export_model
-from fsdp_trainer.memory.measure import measure_memory
 from fsdp_trainer.model_card import format_model_card
 from fsdp_trainer.optim.schedule import scheduled_rate
 from fsdp_trainer.progress import log_line
@@ -39,6 +38,7 @@ from fsdp_trainer.step import StepOutput, train_step
 from fsdp_trainer.training_agreement import check_same_rows, check_same_settings
 from fsdp_trainer.training_data import TrainingData, load_training_data, training_windows
 from fsdp_trainer.training_folder import check_disk, hold_folder, open_folder
+from fsdp_trainer.training_ledger import RunLedger
 from fsdp_trainer.training_start import check_length, find_start, flatten, library_versions
 from fsdp_trainer.units import format_bytes, format_number
 
@@ -77,6 +77,7 @@ class _Session:
     stop: StopRequest
     saver: Saver
     watch: RankWatch | None
+    ledger: RunLedger
 
 
 def _finetune(
@@ -99,6 +100,7 @@ def _finetune(
     total_steps = _total_steps(config, data.train)
     facts = describe(config.to_dict(), rows=data.digest, versions=library_versions(), code=data.code)
     resume_from = find_start(config, runtime, output_dir, facts=facts)
+    ledger = RunLedger(runtime, output_dir=output_dir, plan=prediction)
     run = build_run(config, runtime, load=resume_from is None)
     for fact in run.facts:
         log_line(fact, is_main=runtime.is_main)
@@ -126,7 +128,7 @@ def _finetune(
     saver = Saver(
         run, facts=facts, process_group=save_group, output_dir=output_dir, saved_step=progress.step, best=best
     )
-    session = _Session(data, total_steps, output_dir, stop, saver, watch)
+    session = _Session(data, total_steps, output_dir, stop, saver, watch, ledger)
     stop.check_all()
     if _evaluation_is_owed(config, session, progress.step):
         _evaluate(run, session, progress)
@@ -157,12 +159,16 @@ def train_loop(run: Run, session: _Session, progress: Progress) -> Progress:
                 total_steps=session.total_steps,
             )
             started = time.perf_counter()
-            output = train_step(run, window, learning_rate=rate, optimizer_step=progress.optimizer_steps)
-            loss, grad_norm, skipped = _read(output)
+            is_last = progress.step + 1 == session.total_steps
+            with session.ledger.watch(run, window, is_last=is_last) as traced:
+                loss, grad_norm, skipped = _read(
+                    train_step(run, window, learning_rate=rate, optimizer_step=progress.optimizer_steps)
+                )
             seconds = time.perf_counter() - started
             if skipped or loss != loss:
                 _check_skip(run, progress, loss=loss, grad_norm=grad_norm, rows=window.row_indices)
             progress = _advance(progress, window, skipped=skipped)
+            session.ledger.took(run, progress.step, seconds, traced=traced)
             if session.watch is not None:
                 session.watch.step = progress.step
             if progress.step % config.log.every_steps == 0 or progress.step == session.total_steps:
@@ -177,11 +183,12 @@ def train_loop(run: Run, session: _Session, progress: Progress) -> Progress:
                     "step_seconds": seconds,
                     "tokens_per_second": window.tokens / seconds,
                     "mfu": None,  # needs the peak of the device, which the hardware catalogue will know
-                    **measure_memory(runtime.device),
+                    **session.ledger.measure(),
+                    **({"traced": True} if traced else {}),
                 }
                 _log_step(run, session, row, skipped=skipped)
             if session.stop.agreed():
-                _stop(session, progress)
+                _stop(run, session, progress)
             if evaluation_is_due(config, progress.step, session.total_steps):
                 _evaluate(run, session, progress)
             session.saver.poll()
@@ -237,8 +244,9 @@ def _total_steps(config: Config, rows: Rows) -> int:
     return config.train.epochs * steps_per_epoch(rows.n_rows, global_batch_size=config.batch.global_batch_size)
 
 
-def _stop(session: _Session, progress: Progress) -> NoReturn:
+def _stop(run: Run, session: _Session, progress: Progress) -> NoReturn:
     path = session.saver.save_now(progress)
+    session.ledger.finish(run)
     if is_main():
         with suppress(OutputError):  # what counts is saved
             write_status(session.output_dir, state="interrupted", exit_code=Interrupted.exit_code, step=progress.step)
@@ -266,7 +274,7 @@ def _evaluate(run: Run, session: _Session, progress: Progress) -> None:
     started = time.perf_counter()
     loss = evaluate(run, rows, pad_token_id=session.data.pad_token_id, stop=session.stop)
     if loss is None:
-        _stop(session, progress)
+        _stop(run, session, progress)
     seconds = time.perf_counter() - started
     log_line(f"step {progress.step}: eval_loss {loss:.4f} ({seconds:.1f} s)", is_main=run.runtime.is_main)
     _write_metrics(run, session, {"step": progress.step, "eval_loss": loss})
@@ -290,7 +298,7 @@ def _log_step(run: Run, session: _Session, row: Mapping[str, Any], *, skipped: b
 
 def _write_metrics(run: Run, session: _Session, row: Mapping[str, Any]) -> None:
     """Write a row to metrics.jsonl and the trackers. Collective: a full disk ends the run on all ranks."""
-    numbers = {key: value for key, value in row.items() if key != "step" and value is not None}
+    numbers = {key: value for key, value in row.items() if key not in ("step", "traced") and value is not None}
 
     def write() -> None:
         append_metrics(session.output_dir, row)
@@ -319,22 +327,25 @@ def _finish(run: Run, session: _Session, progress: Progress) -> None:
     session.saver.save_now(progress)
     session.saver.close()
     if config.export.at_end:
-        exported = export_model(
-            session.output_dir / "model",
-            model=run.model,
-            optimizer=run.optimizer,
-            hf_config=run.hf_config,
-            tokenizer=data.tokenizer,
-            dtype=config.export.dtype,
-            generation_config=data.generation_config,
-            card=format_model_card(config, progress=progress, versions=library_versions(), dtype=config.export.dtype),
-        )
+        card = format_model_card(config, progress=progress, versions=library_versions(), dtype=config.export.dtype)
+        with runtime.phases.enter("save"):
+            exported = export_model(
+                session.output_dir / "model",
+                model=run.model,
+                optimizer=run.optimizer,
+                hf_config=run.hf_config,
+                tokenizer=data.tokenizer,
+                dtype=config.export.dtype,
+                generation_config=data.generation_config,
+                card=card,
+            )
         log_line(
             f"model: {exported.folder} ({format_bytes(exported.total_bytes)}, {config.export.dtype}"
             + ("" if _exports_all(config) else ": updates smaller than its rounding are lost, fp32 keeps them")
             + ")",
             is_main=runtime.is_main,
         )
+    session.ledger.finish(run)
     # Not end_training, which destroys the process group as well. Only rank 0 has trackers.
     run_on_main(lambda: [tracker.finish() for tracker in runtime.accelerator.trackers])
     run_on_main(lambda: write_status(session.output_dir, state="finished", exit_code=0, step=progress.step))

@@ -40,6 +40,8 @@ PARTS = {
     "train_result": "report",
     "output_log": "base",
     "training_start": "training",
+    "training_ledger": "training",
+    "trace_marks": "assembly",
     "evaluation": "training",
     "phases": "techniques",
     "memory.planner": "planner",
@@ -51,15 +53,19 @@ PARTS = {
     "memory.candidate_estimates": "planner",
     "memory.remedies": "planner",
     "memory.measure": "measure",
+    "memory.phase_peaks": "measure",
+    "memory.gloo_settling": "measure",
+    "memory.trace": "measure",
+    "memory.cuda_kernels": "measure",
+    "memory.work": "measure",
+    "memory.quick": "measure",
+    "memory.simulation": "measure",
+    "memory.predicted": "measure",
     "memory.postmortem": "measure",
     "memory.simulate": "simulate",
     "memory.allocator": "simulate",
     "memory.recording": "facts",
-    "memory.trace": "simulate",
     "memory.traced_run": "simulate",
-    "memory.cuda_kernels": "simulate",
-    "memory.work": "simulate",
-    "memory.simulation": "simulate",
     "memory.simulation_cache": "simulate",
     "memory.simulation_workers": "simulate",
     "memory.simulation_text": "facts",
@@ -67,7 +73,6 @@ PARTS = {
     "memory.timing": "facts",
     "memory.rates": "facts",
     "memory.extrapolate": "simulate",
-    "memory.quick": "simulate",
     "memory.estimate": "facts",
     "memory.hardware": "facts",
     "memory": "facts",
@@ -117,13 +122,14 @@ BELOW = {
     "techniques": {"config", "facts", "base"},
     "assembly": {"techniques", "config", "facts", "base"},
     "measure": {"techniques", "config", "facts", "base"},
-    "simulate": {"assembly", "techniques", "config", "facts", "base"},
+    "simulate": {"assembly", "measure", "techniques", "config", "facts", "base"},
     # A plan shows itself in a notebook; what report/ gets of it are plain values.
-    "planner": {"report", "simulate", "assembly", "techniques", "config", "facts", "base"},
+    "planner": {"report", "simulate", "assembly", "measure", "techniques", "config", "facts", "base"},
     "report": {"config", "facts", "base"},
     "interop": {"config", "facts", "base"},
     "launch": {"interop", "config", "facts", "base"},
-    "training": {"launch", "assembly", "measure", "techniques", "config", "facts", "base"},
+    # The ledger is shown at the end of a run; what report/ gets of it are plain values.
+    "training": {"report", "launch", "assembly", "measure", "techniques", "config", "facts", "base"},
 }
 BELOW["start"] = set(BELOW)
 BELOW["cli"] = set(BELOW) | {"top"}
@@ -153,6 +159,7 @@ WITHOUT_TORCH += ("memory.planning", "memory.calibration", "memory.import_memory
 WITHOUT_TORCH += ("memory.plan", "memory.planner", "memory.candidates", "memory.candidate_estimates", "memory.remedies")
 WITHOUT_TORCH += ("finetuning", "train_result", "output_log")
 WITHOUT_TORCH += ("optim.schedule", "interop", "interop.gpu_profile")
+WITHOUT_TORCH += ("memory.ledger", "memory.predicted")
 WITHOUT_TORCH += ("memory.host", "memory.quick", "memory.simulation_text", "report")
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "bitsandbytes", "torchao"}
 MAY_PRINT = ("cli", "cli_plan", "cli_import", "progress", "report", "demo")

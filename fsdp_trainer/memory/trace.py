@@ -1,7 +1,7 @@
 """Watch every tensor of a run come and go, with its phase, stream and kind: where the memory ledger comes from.
 
 Counted are storages, once each, from the operation that makes them to their release, resizes (how FSDP2 frees gathered
-weights) included. The run may be on fake tensors; it is the same run.
+weights) included. A simulated run on fake tensors and a step of a real one are watched by the same code.
 """
 
 import weakref
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from fsdp_trainer.memory.cuda_kernels import backward_workspaces
+from fsdp_trainer.memory.gloo_settling import GlooSettling
 from fsdp_trainer.memory.recording import PHASES, Allocation, Event, Recording
 from fsdp_trainer.memory.work import Work, count_work
 from fsdp_trainer.optim.paged import LABEL as MANAGED
@@ -56,22 +58,27 @@ class _Place:
 class MemoryTrace(TorchDispatchMode):
     """Context that records the allocations of one device and, apart, of the host.
 
-    What the driver may move off the GPU (optim/paged.py) counts on the host. Only fake tensors are counted: what a
-    simulated run does with real ones (a plan of its mesh, say) takes no memory of the run. On a pretended GPU the
-    streams are recorded too, what CUDA kernels allocate inside themselves, and `workspace` bytes for each thread that
-    multiplies matrices; None for a device that is no GPU.
+    What the driver may move off the GPU (optim/paged.py) counts on the host. Of a simulated run only fake tensors are
+    counted: what it does with real ones (a plan of its mesh, say) takes no memory of the run. Of a `real` one, begun in
+    the phase `began`, only real ones are: on fakes DTensor finds shapes. On a pretended GPU the streams are recorded
+    too, what CUDA kernels allocate inside themselves, and `workspace` bytes for each thread that multiplies matrices;
+    None for every other device, whose own allocator knows such things better.
     """
 
-    def __init__(self, device: torch.device, *, workspace: int | None) -> None:
+    def __init__(
+        self, device: torch.device, *, workspace: int | None = None, real: bool = False, began: str = "load"
+    ) -> None:
         super().__init__()
         self._device = device.type
+        self._real = real
+        self._settling = GlooSettling() if real and device.type == "cpu" else None
         self._as_cuda = workspace is not None
         # cuBLAS keeps one for each thread and stream: the forward runs in this thread, the backward in autograd's.
         self._workspaces: dict[str, int] = dict.fromkeys(("forward", "backward"), workspace or 0)
         self._device_module = getattr(torch, device.type)
         self._places = {"device": _Place(), "host": _Place()}
         self._watched: dict[int, tuple[Any, _Place]] = {}
-        self.visits = ["load"]
+        self.visits = [began]
         self.work: list[Work] = [[]]  # of each visit
         self._hidden = 0
         self._in_managed_memory = False
@@ -140,8 +147,14 @@ class MemoryTrace(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         name = func._schema.name
-        # On fakes it makes a new tensor; a real one waits and hands back what it was given.
-        result = args[0] if name == "_c10d_functional::wait_tensor" else _run(func, name, args, kwargs)
+        if self._settling is not None:
+            self._settling.before(name, args)
+        if name == "_c10d_functional::wait_tensor" and not self._real:
+            result = args[0]  # on fakes it makes a new tensor; a real one waits and hands back what it was given
+        else:
+            result = _run(func, name, args, kwargs)
+        if self._settling is not None:
+            self._settling.after(name)
         if self._hidden:
             return result
         if self._as_cuda:
@@ -195,7 +208,8 @@ class MemoryTrace(TorchDispatchMode):
     def _see(self, tensor: torch.Tensor, category: str | None = None) -> None:
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor
-        if not isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
+        wrong = (FakeTensor, AsyncCollectiveTensor) if self._real else ()
+        if isinstance(tensor, wrong) or isinstance(tensor, FakeTensor) is self._real or tensor.device.type == "meta":
             return
         storage = tensor.untyped_storage()
         key = storage._cdata

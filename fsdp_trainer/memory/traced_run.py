@@ -33,6 +33,7 @@ from fsdp_trainer.memory.traced_time import StepWork
 from fsdp_trainer.run import Run, build_run
 from fsdp_trainer.simulated import DEVICE, simulated_runtime
 from fsdp_trainer.step import eval_step, train_step
+from fsdp_trainer.trace_marks import mark_run, mark_window, marking, tensors_of
 
 # First, middle and last differ (what is gathered, summed and kept); further ones in the middle hold what one holds.
 MOST_MICRO_BATCHES = 3
@@ -79,12 +80,14 @@ def trace_run(
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         with _kernels_of(compute_capability), trace:
             run = build_run(config, runtime)
-            trace.mark(run.model.parameters(), "parameters")
-            trace.mark(run.model.buffers(), "buffers")
-            _mark_as_they_come(run, trace)
-            with runtime.tensors():
+            mark_run(run, trace.mark)
+            with runtime.tensors(), marking(run, trace.mark):
+                given = windows is not None
                 windows = [_on_fakes(w) for w in windows] if windows else made_windows(config, world_size)
-                trace.mark((tensor for window in windows for tensor in tensors_of(window)), "buffers")
+                waiting = [] if given else _not_traced(windows[-1], of=config.check_world(world_size))
+                trace.mark(waiting, "buffers")
+                for window in windows:
+                    mark_window(window, trace.mark)
                 for step, window in enumerate(windows):
                     train_step(run, window, learning_rate=config.optim.lr, optimizer_step=step)
                 if config.data.eval is not None:
@@ -97,12 +100,6 @@ def trace_run(
         work = None if compute_capability is None else _work_of_step(trace, config, world_size=world_size)
         parameters = sum(parameter.numel() for parameter in run.model.parameters())
         return Trace(device_ledger, host_ledger, work, parameters, staged, exported)
-
-
-def tensors_of(window: Window) -> list[torch.Tensor]:
-    """Return the tensors of a window's micro-batches."""
-    values = [value for micro_batch in window.micro_batches for value in vars(micro_batch).values()]
-    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def _on_fakes(window: Window) -> Window:
@@ -131,6 +128,15 @@ def made_windows(config: Config, world_size: int) -> list[Window]:
     """
     full = full_window(config, world_size)
     return [replace(full, micro_batches=full.micro_batches[:1]), full]
+
+
+def _not_traced(window: Window, *, of: int) -> list[torch.Tensor]:
+    """Make the rows of the micro-batches that a real window of `of` has besides the one that is there in all of them.
+
+    They lie in memory together, whether a step over them is traced or not.
+    """
+    one = tensors_of(replace(window, micro_batches=window.micro_batches[:1]))
+    return [torch.empty_like(tensor) for _ in range(of - 1) for tensor in one]
 
 
 def full_window(config: Config, world_size: int) -> Window:
@@ -183,24 +189,6 @@ def _work_of_step(trace: MemoryTrace, config: Config, *, world_size: int) -> Ste
         shards=1 if sharding.zero_stage == 0 else world_size // sharding.replicate,
         tokens=config.data.seq_len * config.batch.micro_batch_size * accumulation,
     )
-
-
-def _mark_as_they_come(run: Run, trace: MemoryTrace) -> None:
-    """Name gradients when the optimizer takes them and its state when it has made it."""
-
-    def mark_gradients(*_: object) -> None:
-        trace.mark((p.grad for p in run.model.parameters() if p.grad is not None), "gradients")
-        if run.host_gradients is not None:
-            trace.mark(run.host_gradients.tensors(), "gradients")
-
-    def mark_state(*_: object) -> None:
-        for state in run.optimizer.state.values():
-            trace.mark((value for value in state.values() if isinstance(value, torch.Tensor)), "optimizer_state")
-        if eight_bit := getattr(run.optimizer, "eight_bit", None):
-            trace.mark(vars(eight_bit.tables).values(), "optimizer_state")
-
-    run.optimizer.register_step_pre_hook(mark_gradients)
-    run.optimizer.register_step_post_hook(mark_state)
 
 
 def _evaluate(run: Run, window: Window) -> None:

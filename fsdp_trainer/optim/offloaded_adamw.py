@@ -78,6 +78,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
             yield from (flat(value) for value in self.state[parameter].values())
         yield from map(flat, self.frozen_masters.values())
 
+    def rooms(self) -> Iterator[torch.Tensor]:
+        """Yield the pieces that the step works in, as far as they are kept for the next one."""
+        yield from self._mover.rooms.values()
+
     def _parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for group in self.param_groups for parameter in group["params"])
 
@@ -108,7 +112,7 @@ class _HostStep:
     def __init__(self, device: torch.device) -> None:
         self._lane, self._pins = Lane(device), device.type == "cuda"
         self._turn = 0
-        self._rooms: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self.rooms: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._arrivals: dict[tuple[int, torch.dtype], Arrival] = {}
 
     def move(
@@ -133,11 +137,11 @@ class _HostStep:
     def _room(self, key: tuple[int, torch.dtype]) -> torch.Tensor:
         if key in self._arrivals:
             self._arrivals[key].synchronize()
-        elif key not in self._rooms:
-            self._rooms[key] = torch.empty(PIECE, dtype=key[1])
+        elif key not in self.rooms:
+            self.rooms[key] = torch.empty(PIECE, dtype=key[1])
             if self._pins:
-                pin([self._rooms[key]])
-        return self._rooms[key]
+                pin([self.rooms[key]])
+        return self.rooms[key]
 
     def finish(self) -> None:
         """Let what the device computes next wait for its weights."""
@@ -150,7 +154,7 @@ class _DeviceStep:
     def __init__(self, device: torch.device) -> None:
         self._device, self._incoming, self._outgoing = device, Lane(device), Lane(device)
         self._turn = 0
-        self._rooms: dict[tuple[int, str, torch.dtype], torch.Tensor] = {}
+        self.rooms: dict[tuple[int, str, torch.dtype], torch.Tensor] = {}
         self._leaving: dict[int, list[Arrival]] = {0: [], 1: []}
 
     def move(
@@ -180,10 +184,10 @@ class _DeviceStep:
 
     def _bring(self, key: str, home: torch.Tensor) -> torch.Tensor:
         name = self._turn, key, home.dtype
-        if name not in self._rooms:
+        if name not in self.rooms:
             size = PIECE // BLOCK if key in SCALES else PIECE
-            self._rooms[name] = torch.empty(size, dtype=home.dtype, device=self._device)
-        room = self._rooms[name][: home.numel()]
+            self.rooms[name] = torch.empty(size, dtype=home.dtype, device=self._device)
+        room = self.rooms[name][: home.numel()]
         self._incoming.copy(room, home)
         return room
 
@@ -197,7 +201,7 @@ class _DeviceStep:
         """Wait until everything is back on the host, and give the device its memory back."""
         for self._turn in (0, 1):
             self._wait()
-        self._rooms.clear()
+        self.rooms.clear()
 
 
 def _blocks(part: slice) -> slice:

@@ -24,7 +24,7 @@ RUN_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 RUN_DASHES = ("-", "--", ":", "-.")
 MEASURED, PREDICTED, RESERVED, SPEED = "#0072b2", "#e69f00", "#56b4e9", "#009e73"
 SIZE = (4.2, 2.7)  # inches; 302 points wide, so that 8 point letters are 9.5 pixels on a phone of 390
-_STYLE = {
+_STYLE: Mapping[Any, Any] = {
     "font.size": 8,
     "font.family": "sans-serif",
     "axes.titlesize": 9,
@@ -150,7 +150,7 @@ def save_png(figure: Any, path: Path, *, title: str, legend: Mapping[str, tuple[
 def _handles(legend: Mapping[str, tuple[str, str]]) -> tuple[list[Any], list[str]]:
     from matplotlib.lines import Line2D
 
-    lines = [Line2D([], [], color=colour, linestyle=dashes, linewidth=2.5) for colour, dashes in legend.values()]
+    lines = [Line2D([], [], color=colour, ls=dashes, linewidth=2.5) for colour, dashes in legend.values()]
     return lines, [f" {name}" for name in legend]  # a name that begins with _ would be left out
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from markupsafe import Markup
 
 from fsdp_trainer.report.charts import INK, colour_of, css_colour, drawing, make_axes, name_of, to_svg
+from fsdp_trainer.report.ledger_text import format_peak
 from fsdp_trainer.report.memory_picture import STACK
 from fsdp_trainer.report.page import format_piece, render
 from fsdp_trainer.units import format_duration
@@ -56,26 +57,6 @@ def ledger_section(ledger: Mapping[str, Any], *, with_chart: bool = True) -> Mar
         facts=list(_facts(ledger)),
         notes=list(_notes(ledger)),
     )
-
-
-def format_peak(ledger: Mapping[str, Any]) -> str:
-    """Return the line that says most: peak 17.9 GiB of 23.5 (predicted 17.6, -1.7 %)."""
-    peak = ledger["peak"]
-    known = [size for size in (peak["measured_gib"], peak["predicted_gib"]) if size is not None]
-    unit, times = unit_for(*known)
-    if peak["measured_gib"] is None:
-        text = "peak not measured"
-        return (
-            text if peak["predicted_gib"] is None else f"{text} (predicted {peak['predicted_gib'] * times:.1f} {unit})"
-        )
-    text = f"peak {peak['measured_gib'] * times:.1f} {unit}"
-    if ledger["usable_gib"] is not None:
-        usable = ledger["usable_gib"]
-        text += f" of {usable:.1f}" if unit == "GiB" else f" of {usable:.1f} GiB"
-    if peak["predicted_gib"] is not None:
-        text += f" (predicted {peak['predicted_gib'] * times:.1f}"
-        text += ")" if peak["difference"] is None else f", {100 * peak['difference']:+.1f} %)"
-    return text
 
 
 def draw_ledger(ledgers: Mapping[str, Mapping[str, Any]]) -> Any:

@@ -13,7 +13,8 @@ from typing import Any
 from fsdp_trainer import __version__
 from fsdp_trainer.progress import log_line
 from fsdp_trainer.report.charts import css_colour, to_svg
-from fsdp_trainer.report.ledger_html import DASH, format_difference, format_peak, ledger_section
+from fsdp_trainer.report.ledger_html import DASH, format_difference, ledger_section
+from fsdp_trainer.report.ledger_text import format_peak
 from fsdp_trainer.report.out_of_memory_html import out_of_memory_section
 from fsdp_trainer.report.page import format_page, render
 from fsdp_trainer.report.run_charts import Chart, build_charts, styles_of

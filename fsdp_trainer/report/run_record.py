@@ -14,10 +14,12 @@ import numpy as np
 
 from fsdp_trainer.config_reading import parse_settings
 from fsdp_trainer.errors import ConfigError
+from fsdp_trainer.memory.ledger import FILE as LEDGER
+from fsdp_trainer.memory.ledger import Ledger
 from fsdp_trainer.run_folder import DEVICES, METRICS, PREDICTION, SETTINGS, STATUS
 from fsdp_trainer.units import format_number
 
-LEDGER, OUT_OF_MEMORY = "memory.json", "out_of_memory.json"
+OUT_OF_MEMORY = "out_of_memory.json"
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,10 @@ class RunRecord:
     @property
     def planned(self) -> Mapping[str, Any]:
         """What the plan says of the combination that it chose; {} where there is none."""
-        chosen = self.plan.get("chosen")
-        candidates = self.plan.get("candidates")
-        has_one = isinstance(chosen, int) and isinstance(candidates, list) and 0 <= chosen < len(candidates)
-        return candidates[chosen] if has_one else {}
+        chosen, candidates = self.plan.get("chosen"), self.plan.get("candidates")
+        if isinstance(chosen, int) and isinstance(candidates, list) and 0 <= chosen < len(candidates):
+            return candidates[chosen]
+        return {}
 
 
 def read_run(folder: str | Path, *, name: str | None = None) -> RunRecord:
@@ -88,7 +90,7 @@ def read_run(folder: str | Path, *, name: str | None = None) -> RunRecord:
         settings_text=text,
         settings=_read_settings(text, notes),
         devices=_read_object(folder / DEVICES, notes),
-        ledger=_read_object(folder / LEDGER, notes, version=1),
+        ledger=_read_ledger(folder, notes),
         out_of_memory=_read_object(folder / OUT_OF_MEMORY, notes, version=1),
         plan=_read_object(folder / PREDICTION, notes),
         notes=tuple(notes),
@@ -174,6 +176,13 @@ def _read_object(path: Path, notes: list[str], *, version: int | None = None) ->
         notes.append(f"{path.name} is not what this version of fsdp-trainer writes.")
         return {}
     return found
+
+
+def _read_ledger(folder: Path, notes: list[str]) -> dict[str, Any]:
+    found = Ledger.read(folder)
+    if found is None and (folder / LEDGER).is_file():
+        notes.append(f"{LEDGER} is not what this version of fsdp-trainer writes.")
+    return {} if found is None else found.to_json()
 
 
 def _read_settings(text: str, notes: list[str]) -> dict[str, Any]:

@@ -173,7 +173,7 @@ runpy.run_path(SCRIPT, run_name="__main__")
 
 @pytest.mark.slow
 def test_a_rank_that_raises_ends_the_job_with_its_message(model_folder: Folder, tmp_path: Path) -> None:
-    settings = write_settings(tiny(model_folder("llama"), tmp_path, "run"), tmp_path)
+    settings = write_settings(tiny(model_folder("llama"), tmp_path, "run", log={"report": True}), tmp_path)
     script = tmp_path / "failing.py"
     script.write_text(FAILING.replace("SCRIPT", repr(str(SCRIPT))))
     command = [executable("accelerate"), "launch", "--config_file", str(PROFILE), str(script), "--config", settings]
@@ -192,8 +192,8 @@ def test_a_rank_that_raises_ends_the_job_with_its_message(model_folder: Folder, 
 
 def long_run(model: str, folder: Path, name: str) -> dict[str, Any]:
     """Settings of a run that is still busy when its first steps have been seen from outside."""
-    steps = {"max_steps": 60}
-    return tiny(model, folder, name, data={"eval": None}, eval=NO_EVALUATION, train=steps)
+    steps, log = {"max_steps": 60}, {"report": True}
+    return tiny(model, folder, name, data={"eval": None}, eval=NO_EVALUATION, train=steps, log=log)
 
 
 def strike(command: list[str], output: Path, send: Callable[[int], None]) -> int:
@@ -219,6 +219,7 @@ def strike(command: list[str], output: Path, send: Callable[[int], None]) -> int
     assert (status["state"], status["exit_code"]) == ("interrupted", 75)
     assert status["step"] == len(training_runs.read_metrics(output)) < 60
     assert checkpoints(output)[-1] == f"step-{status['step']:08d}"
+    assert "interrupted" in (output / "report.html").read_text()
     return code
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -17,9 +18,11 @@ from tests.e2e.commands import PROFILE, SCRIPT, executable, run_command, write_s
 from tests.e2e.tiny_run import STEPS, assert_same_run, tiny
 from tests.fault_runs import comparable_metrics, read_status, run
 from tests.ranks import run_ranks
+from tests.run_folders import Page
 
 Folder = Callable[[str], str]
 pytestmark = pytest.mark.timeout(600)
+LOG = {"samples": 1, "trackers": ["tensorboard"], "report": True}
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def quiet(model_folder: Folder, folder: Path) -> dict[str, Any]:
     """The settings of a finished run on two ranks of this test process, which every other start must equal."""
-    settings = tiny(model_folder("qwen3_tied"), folder, "quiet", log={"samples": 1, "trackers": ["tensorboard"]})
+    settings = tiny(model_folder("qwen3_tied"), folder, "quiet", log=LOG)
     assert run(settings, 2) == [0, 0]
     return settings
 
@@ -68,12 +71,16 @@ def test_run_folder_is_complete(launched: tuple[dict[str, Any], CompletedProcess
 
     output = Path(launched[0]["output_dir"])
     present = {str(path.relative_to(output)) for path in output.rglob("*") if path.is_file()}
-    expected = {"config.yaml", "metrics.jsonl", "status.json"}
+    expected = {"config.yaml", "metrics.jsonl", "status.json", "report.html"}
     expected |= {f"model/{name}" for name in ("model.safetensors", "config.json", "tokenizer.json")}
     expected |= {f"checkpoints/step-{STEPS:08d}/{name}" for name in (".metadata", "state.json", "__0_0.distcp")}
     assert expected <= present
     leftovers = [name for name in present if name.endswith((".tmp", ".part", ".deleting"))]
     assert leftovers == []
+    report = Page((output / "report.html").read_text()).text
+    assert f"finished steps {STEPS} of {STEPS}" in report
+    for library in ("torch", "accelerate", "transformers"):  # which ones made the numbers
+        assert f"{library} {version(library)}" in report
     # What the folder says it was is what it was: the run can be started again from its own file.
     assert Config.load(output / "config.yaml") == Config.from_dict(launched[0])
 

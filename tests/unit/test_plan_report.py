@@ -149,8 +149,10 @@ def test_html_is_whole_and_needs_nothing_else(plan: Plan) -> None:
     text = " ".join(page.text)
     for part in ("8xH100-80GB", "adamw 8-bit", "16 min 40 s", "one step down", "GiB are allocated of"):
         assert part in text
+    for name in ("alloc, GiB", "reserved, GiB", "least, GiB", "host, GiB", "tokens/s"):
+        assert name in page.text
     # Phones get a card a row; colours are those of the page around it.
-    assert "@media (max-width" in html
+    assert "@container (max-width" in html
     assert "color: inherit" in html
 
 
