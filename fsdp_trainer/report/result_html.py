@@ -43,7 +43,7 @@ def format_run_so_far(folder: Path, *, lines: Collection[str], seconds: float, i
             "run_so_far.html.jinja",
             title=str(folder),
             bar=None if run is None or is_over else _bar(run),
-            words=", ".join(_words(run, seconds=seconds, is_over=is_over)),
+            words=", ".join(_words(run, seconds=seconds, is_over=is_over)) if lines or is_over else "starting",
             charts=[_figure(chart) for chart in charts],
             lines=list(lines),
         )

@@ -64,6 +64,7 @@ def test_plan_and_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert run.count('<div class="fsdp') == 1, "one display, updated in its place"
     assert "<svg" in run and "finished" in run
     assert "finished, 60 steps" in shown_by(cells, "print(result)")
+    assert "Memory at the peak by kind" in shown_by(cells, "result.ledger")
     right = re.search(r"right: (\d+) of 10", shown_by(cells, "right +="))
     assert right is not None and int(right[1]) >= 8, "it has learned the language; 10 of 10 when this was written"
     assert read_status(tmp_path / "examples/tiny_run/run")["state"] == "finished"
