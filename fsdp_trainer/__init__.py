@@ -8,17 +8,33 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fsdp_trainer.config import Config
+    from fsdp_trainer.finetuning import finetune
+    from fsdp_trainer.ladder_result import LadderResult
     from fsdp_trainer.ladder_run import ladder
+    from fsdp_trainer.memory.ledger import Ledger
     from fsdp_trainer.memory.planning import plan
     from fsdp_trainer.memory.simulation_process import simulate
-    from fsdp_trainer.training import finetune
+    from fsdp_trainer.train_result import TrainResult
 
 __version__ = "0.1.0"
-__all__ = ["Config", "__version__", "finetune", "ladder", "plan", "simulate"]
+__all__ = [
+    "Config",
+    "LadderResult",
+    "Ledger",
+    "TrainResult",
+    "__version__",
+    "finetune",
+    "ladder",
+    "plan",
+    "simulate",
+]
 
 _HOMES = {
     "Config": "fsdp_trainer.config",
-    "finetune": "fsdp_trainer.training",
+    "LadderResult": "fsdp_trainer.ladder_result",
+    "Ledger": "fsdp_trainer.memory.ledger",
+    "TrainResult": "fsdp_trainer.train_result",
+    "finetune": "fsdp_trainer.finetuning",
     "ladder": "fsdp_trainer.ladder_run",
     "plan": "fsdp_trainer.memory.planning",
     "simulate": "fsdp_trainer.memory.simulation_process",

@@ -12,7 +12,9 @@ SETTING = "expandable_segments:True"
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
-def use_expandable_segments(environ: MutableMapping[str, str]) -> None:
-    """Turn expandable segments on, unless the user has said something about the allocator."""
-    if not any(name in environ for name in NAMES):
-        environ[NAMES[0]] = SETTING
+def use_expandable_segments(environ: MutableMapping[str, str]) -> bool:
+    """Turn expandable segments on, unless something is said about the allocator already; return whether it was done."""
+    if any(name in environ for name in NAMES):
+        return False
+    environ[NAMES[0]] = SETTING
+    return True

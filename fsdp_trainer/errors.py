@@ -15,6 +15,10 @@ class FsdpTrainerError(Exception):
         parts = [what, f"  found: {values}" if values else "", f"  to fix: {fix}" if fix else ""]
         super().__init__("\n".join(part for part in parts if part))
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in place of a traceback: the message says what to do, and the code is not the user's."""
+        return f"{type(self).__name__}: {self}".split("\n")
+
 
 class ConfigError(FsdpTrainerError):
     """A setting is wrong, contradicts another one, or cannot take effect."""

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,8 +30,9 @@ from fsdp_trainer.hub import refuse_unreachable_model
 from fsdp_trainer.launch_profile import check_profile, read_profile, write_profile
 from fsdp_trainer.memory.hardware import CPU_RANKS
 from fsdp_trainer.memory.machine import count_kills
+from fsdp_trainer.output_log import OUTPUT, describe_parent, follow_lines
 from fsdp_trainer.progress import log_error
-from fsdp_trainer.run_folder import STATUS, check_writable
+from fsdp_trainer.run_folder import STATUS, check_writable, writing
 from fsdp_trainer.run_lock import refuse_held_folder
 from fsdp_trainer.units import format_number
 
@@ -167,13 +168,16 @@ def launch(
     machines: Machines | None = None,
     on_line: Callable[[str], None] | None = None,
     typed: Sequence[str] = (),
+    on_quiet: Callable[[], None] = lambda: None,
 ) -> int:
     """Run train.py with `arguments` in N processes and return the exit code of the run.
 
     Of several `machines` each calls this, and `processes` are those of all; they share the file system of output_dir.
-    Ctrl-C and SIGTERM are passed to the workers, which save and stop; a second one ends them at once. With `on_line`
-    (a notebook, where a child's output would go to the server's terminal) each line of output is handed to it. `typed`
-    is the command of the user, to which a run that is out of memory adds what would fit.
+    Ctrl-C and SIGTERM are passed to the workers, which save and stop; a second Ctrl-C ends them at once. With `on_line`
+    (a notebook, where a child's output would go to the server's terminal) each line of output is handed to it, and
+    kept in the run folder; the workers then save and stop also when this process is killed. `on_quiet` is called ten
+    times a second while no line comes. `typed` is the command of the user, to which a run that is out of memory adds
+    what would fit.
     """
     profile = Path(profile) if profile is not None else None
     count = 1 if machines is None else machines.count
@@ -195,7 +199,8 @@ def launch(
         environ = launch_environment(os.environ, content, processes=processes)
         status = Path(config.output_dir, STATUS)
         before, kills = _modified(status), count_kills()
-        code, stopped_by = _run(command, environ, on_line=on_line)
+        log = Path(config.output_dir, OUTPUT)
+        code, stopped_by = _run(command, environ, on_line=on_line, on_quiet=on_quiet, log=log)
     if code == 0:
         return 0
     code = code if code > 0 else 128 - code
@@ -291,25 +296,38 @@ def free_port() -> int:
 
 
 def _run(
-    command: Sequence[str], environ: Mapping[str, str], *, on_line: Callable[[str], None] | None
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    on_line: Callable[[str], None] | None,
+    on_quiet: Callable[[], None],
+    log: Path,
 ) -> tuple[int, int | None]:
     """Run the command to its end; return its exit code and the first signal that was passed on, if any."""
-    pipe = subprocess.PIPE if on_line is not None else None
-    # Its own session: the terminal's Ctrl-C must reach us alone, or the elastic agent would end workers that save.
-    child = subprocess.Popen(
-        command,
-        env=dict(environ),
-        start_new_session=True,
-        stdout=pipe,
-        stderr=subprocess.STDOUT if pipe else None,
-        text=bool(pipe),
-        errors="replace" if pipe else None,
-    )
+    environ = dict(environ)
+    with ExitStack() as stack:
+        output, start = None, 0
+        if on_line is not None:
+            describe_parent(environ)
+            with writing(log):
+                output = stack.enter_context(log.open("ab"))
+                start = output.tell()
+        # Its own session: the terminal's Ctrl-C must reach us alone, or the elastic agent would end workers that save.
+        child = subprocess.Popen(
+            command,
+            env=environ,
+            start_new_session=True,
+            stdout=output,
+            stderr=subprocess.STDOUT if output else None,
+        )
     with _passing_signals(child) as received:
         try:
-            if on_line is not None and child.stdout is not None:
-                for line in child.stdout:
-                    on_line(line.rstrip("\n"))
+            if on_line is not None:
+
+                def is_over() -> bool:
+                    return child.poll() is not None
+
+                follow_lines(log, start=start, is_over=is_over, on_line=on_line, on_quiet=on_quiet)
             code = child.wait()
         finally:
             _end(child)
@@ -328,9 +346,9 @@ def _passing_signals(child: "subprocess.Popen[Any]") -> Iterator[list[int]]:
             # SIGHUP means the terminal is gone; the workers know SIGTERM and Ctrl-C.
             passed = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
             workers.extend(ask_workers_to_stop(child.pid, number=passed))
-        elif len(received) == 2:
+        elif len(received) == 2 and number != signal.SIGINT:
             child.terminate()  # the elastic agent gives its workers 30 s
-        else:
+        else:  # a person who asks twice does not want to wait
             _kill_session(child.pid)
 
     if threading.current_thread() is not threading.main_thread():  # Python sets handlers in the main thread only

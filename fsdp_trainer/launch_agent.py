@@ -7,9 +7,12 @@ that failed first and without the agent's traceback: each rank has said what wen
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -37,6 +40,7 @@ def main() -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     _quiet_the_agent()
+    threading.Thread(target=_stop_with_parent, daemon=True).start()
     try:
         launch_command(launch_command_parser().parse_args())
     except ChildFailedError as error:
@@ -47,6 +51,28 @@ def main() -> int:
     except SignalException as error:
         return 128 + error.sigval
     return 0
+
+
+def _stop_with_parent() -> None:
+    """Ask the workers to save and stop when the process that started them for a notebook has ended.
+
+    A kernel that is restarted gets a SIGTERM and 2.5 s later a SIGKILL (jupyter_client 8): too little for a save.
+    """
+    import psutil  # not before `main`, when modules of ours may hide others
+
+    parent = os.environ.get(
+        "FSDP_TRAINER_PARENT"
+    )  # set by output_log.describe_parent; nothing of ours is imported here
+    while parent is not None:
+        if os.getppid() != int(parent):
+            workers = psutil.Process().children()
+            for worker in workers:
+                with suppress(psutil.NoSuchProcess):
+                    worker.terminate()
+            if not workers:  # nothing to save yet
+                os.kill(os.getpid(), signal.SIGTERM)
+            return
+        time.sleep(1.0)
 
 
 def _as_shell(code: int) -> int:

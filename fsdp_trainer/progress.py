@@ -1,6 +1,6 @@
-"""What a person sees while long work runs: single lines, and a bar where a terminal or a notebook can draw one.
+"""What a person sees while long work runs: single lines, and a bar where a terminal can draw one.
 
-Into a file or a pipe a bar becomes one line at the start and one at the end. Only the main rank shows anything.
+In a notebook, a file or a pipe a bar becomes one line at the start and one at the end. Only the main rank shows any.
 """
 
 import time
@@ -17,7 +17,8 @@ from fsdp_trainer.units import format_count, format_duration
 def make_console(*, stderr: bool = False) -> Console:
     """Make a console that never reads markup or breaks a line: paths and tracebacks come out as they are."""
     # Made anew each time: sys.stdout is another object in a notebook, under a test, and while a bar is drawn.
-    return Console(stderr=stderr, soft_wrap=True, markup=False, highlight=False, emoji=False)
+    # A notebook gets lines of text as well: rich would make each a display of its own, with a scroll bar.
+    return Console(stderr=stderr, soft_wrap=True, markup=False, highlight=False, emoji=False, force_jupyter=False)
 
 
 def log_line(text: str | Text, *, is_main: bool = True) -> None:
@@ -42,7 +43,8 @@ def show_progress(description: str, *, total: int | None, is_main: bool = True) 
         return
     console = make_console()
     started, done = time.monotonic(), 0
-    if console.is_terminal or console.is_jupyter:
+    # A kernel sets FORCE_COLOR, by which rich takes its output for a terminal, and nothing there moves a cursor.
+    if console.is_terminal and console.file.isatty():
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         # transient: what stays on the screen is the one line below, the same as in a log file.
         with Progress(*columns, console=console, transient=True) as bar:

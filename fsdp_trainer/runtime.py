@@ -22,6 +22,7 @@ from fsdp_trainer.cuda_allocator import use_expandable_segments
 from fsdp_trainer.errors import ConfigError, DistributedError, Interrupted
 from fsdp_trainer.patches import promote_cpu_ranks_to_fsdp
 from fsdp_trainer.phases import Phases
+from fsdp_trainer.progress import log_line
 from fsdp_trainer.units import format_number
 
 Result = TypeVar("Result")
@@ -119,9 +120,22 @@ def join_process_group(*, timeout_minutes: float) -> bool:
     """Join the process group that `accelerate launch` described, if this process has not; return whether on CPU."""
     use_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") or not torch.cuda.is_available()
     _describe_single_process()
-    if not dist.is_initialized():
+    if dist.is_initialized():  # by a run before in this process, or by the user's own code in a notebook
+        check_backends(dist.get_backend_config())
+    else:
         _init_process_group(use_cpu=use_cpu, timeout_minutes=timeout_minutes)
     return use_cpu
+
+
+def check_backends(backends: str) -> None:
+    """Refuse a process group that cannot reduce what lies in host memory; `backends` such as "cpu:gloo,cuda:nccl"."""
+    if "cpu:" not in backends:
+        raise DistributedError(
+            "The process group that this process has already cannot reduce what lies in host memory.",
+            values=f"its backends: {backends}",
+            fix='make it with init_process_group("cuda:nccl,cpu:gloo"), or in a notebook call '
+            "finetune(config, processes=N), which starts processes of its own",
+        )
 
 
 def build_runtime(
@@ -132,7 +146,11 @@ def build_runtime(
     Without launch variables this is a run of one process. Raises DistributedError when fewer ranks are up than were
     launched or when FSDP did not become active.
     """
-    use_expandable_segments(os.environ)
+    if use_expandable_segments(os.environ) and torch.cuda.is_initialized():
+        log_line(
+            "warning: CUDA was in use in this process before, so its allocator has no expandable segments, which "
+            "plans count on; finetune(config, processes=N) starts processes of its own"
+        )
     use_cpu = join_process_group(timeout_minutes=timeout_minutes)
     # Accelerate finds the group initialised and joins it. Made by us because params offload needs a CPU backend beside
     # NCCL for clipping, which Accelerate adds only for some environment variables (accelerate/state.py).
@@ -237,7 +255,7 @@ def _check_ranks(accelerator: Accelerator) -> None:
             "FSDP is not active although this trainer shards every model with it.",
             values=f"Accelerate says distributed_type={accelerator.distributed_type}",
             fix="use a profile with `distributed_type: FSDP`, such as those in configs/accelerate/, and make no "
-            "Accelerator in this process before",
+            "Accelerator in this process before; in a notebook that has one, finetune(config, processes=N)",
         )
 
 

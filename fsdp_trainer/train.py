@@ -18,7 +18,6 @@ import traceback  # noqa: E402
 from contextlib import suppress  # noqa: E402
 from importlib.util import find_spec  # noqa: E402
 from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
 
 # A checkout that was never installed, or not the one that is: the launcher and its ranks must be of one version.
 _FOUND = find_spec("fsdp_trainer")
@@ -33,9 +32,8 @@ from fsdp_trainer.cuda_allocator import use_expandable_segments  # noqa: E402
 from fsdp_trainer.errors import DistributedError, FolderInUse, FsdpTrainerError, Interrupted, OutputError  # noqa: E402
 from fsdp_trainer.launch_agent import tell_agent  # noqa: E402
 from fsdp_trainer.launch_profile import check_environment  # noqa: E402
-from fsdp_trainer.memory.plan_files import find_prediction, prediction_of, refuse_unfit  # noqa: E402
-from fsdp_trainer.progress import log_error, log_line  # noqa: E402
-from fsdp_trainer.report.plan_text import summarize  # noqa: E402
+from fsdp_trainer.memory.plan_files import find_prediction  # noqa: E402
+from fsdp_trainer.progress import log_error  # noqa: E402
 from fsdp_trainer.run_folder import STATUS, write_status  # noqa: E402
 
 
@@ -100,7 +98,9 @@ def _finetune(config: Config, *, settings_file: str | None, plans: bool) -> None
         from fsdp_trainer.training import finetune  # after the checks: it imports torch
 
         if plans:
-            config, prediction = _plan(config)
+            from fsdp_trainer.finetuning import plan_on_ranks
+
+            config, prediction = plan_on_ranks(config)
             check_environment(config, os.environ)
         else:
             prediction = find_prediction(settings_file, config, processes=int(os.environ.get("WORLD_SIZE", "1")))
@@ -120,32 +120,6 @@ def _finetune(config: Config, *, settings_file: str | None, plans: bool) -> None
         message = f"{type(error).__name__}: {error}"
         record_end(Path(config.output_dir), 1, state="failed", message=message, secondary=True)
         raise
-
-
-def _plan(config: Config) -> tuple[Config, dict[str, Any]]:
-    """Plan on rank 0 for the machines that the ranks are on; return the settings and what is predicted, on all ranks.
-
-    The simulations run in processes of their own, so that this one stays as a run finds it.
-    """
-    from fsdp_trainer.agreement import run_on_main
-    from fsdp_trainer.memory.planning import plan_for_ranks
-    from fsdp_trainer.runtime import join_process_group
-    from fsdp_trainer.training_data import check_inputs
-
-    on_cpu = join_process_group(timeout_minutes=config.train.timeout_minutes)
-    ranks, local = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-
-    def decide() -> tuple[dict[str, Any], dict[str, Any]]:
-        check_inputs(config)  # a plan needs neither weights nor data, and may take minutes
-        log_line("planning for this machine ...")
-        plan = plan_for_ranks(config, ranks=ranks, ranks_per_node=local, on_cpu=on_cpu)
-        if plan.chosen is None:
-            raise refuse_unfit(plan)
-        log_line(summarize(plan.to_json()))
-        return plan.chosen.config.to_dict(), prediction_of(plan)
-
-    settings, prediction = run_on_main(decide)
-    return Config.from_dict(settings), prediction
 
 
 def _leave_together() -> None:

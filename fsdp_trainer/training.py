@@ -3,9 +3,7 @@
 The loop is where tensors are read on the host; what a step does is step.py's business alone.
 """
 
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import closing, suppress
@@ -16,7 +14,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 
 from fsdp_trainer.agreement import is_main, run_on_all, run_on_main
 from fsdp_trainer.checkpoint import build_save_group, load_checkpoint
@@ -25,29 +22,18 @@ from fsdp_trainer.checkpoint_manifest import Progress
 from fsdp_trainer.config import Config
 from fsdp_trainer.data.loader import steps_per_epoch
 from fsdp_trainer.data.rows import Rows
-from fsdp_trainer.errors import FsdpTrainerError, Interrupted, NonFiniteError, OutOfMemory, OutputError
+from fsdp_trainer.errors import Interrupted, NonFiniteError, OutputError
 from fsdp_trainer.evaluation import evaluate, evaluation_is_due
 from fsdp_trainer.export import export_model
-from fsdp_trainer.launch import launch, read_status
 from fsdp_trainer.model_card import format_model_card
 from fsdp_trainer.optim.schedule import scheduled_rate
 from fsdp_trainer.out_of_memory import Last, out_of_memory_is_explained
-from fsdp_trainer.out_of_memory_page import read_record
 from fsdp_trainer.profiling import StepProfiler
 from fsdp_trainer.progress import log_line
 from fsdp_trainer.rank_watch import RankWatch, watch_ranks
-from fsdp_trainer.report.out_of_memory_text import format_out_of_memory
 from fsdp_trainer.resume_rules import describe
 from fsdp_trainer.run import Run, build_run, check_model
-from fsdp_trainer.run_folder import (
-    PREDICTION,
-    SETTINGS,
-    STATUS,
-    append_metrics,
-    has_evaluation,
-    write_json,
-    write_status,
-)
+from fsdp_trainer.run_folder import append_metrics, has_evaluation, write_status
 from fsdp_trainer.runtime import Runtime, build_runtime
 from fsdp_trainer.saving import Saver
 from fsdp_trainer.signals import StopRequest, stop_on_signals
@@ -64,15 +50,12 @@ MAX_SKIPPED_IN_A_ROW = 3
 MAX_OVERFLOWS_IN_A_ROW = 16
 
 
-def finetune(config: Config, *, processes: int | None = None, prediction: Mapping[str, Any] | None = None) -> Path:
-    """Fine-tune as `config` says and return the run folder; inside a launched process it is one of the ranks.
+def finetune(config: Config, *, prediction: Mapping[str, Any] | None = None) -> Path:
+    """Fine-tune as one of the ranks, or alone, and return the run folder; finetuning.py starts ranks.
 
-    With `processes` (a script or a notebook) it starts that many and waits. `prediction` is what a plan said of this
-    run, to be kept in its folder; `fsdp_trainer.plan` makes plans. Raises FsdpTrainerError for what the user
+    `prediction` is what a plan said of this run, to be kept in its folder. Raises FsdpTrainerError for what the user
     can mend; Interrupted after a signal, with a checkpoint saved.
     """
-    if processes is not None and not _is_launched():
-        return _start_processes(config, processes, prediction)
     with stop_on_signals() as stop:
         runtime = build_runtime(
             timeout_minutes=config.train.timeout_minutes,
@@ -87,32 +70,6 @@ def finetune(config: Config, *, processes: int | None = None, prediction: Mappin
         explained = out_of_memory_is_explained(config, runtime, plan=prediction)
         with hold_folder(output_dir), watching as watch, explained as last:
             return _finetune(config, runtime, stop, watch, prediction, last)
-
-
-def _is_launched() -> bool:
-    # RANK alone says little: a notebook that has trained in its own process has it as well, from build_runtime.
-    return dist.is_torchelastic_launched() or int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
-def _start_processes(config: Config, processes: int, prediction: Mapping[str, Any] | None) -> Path:
-    with tempfile.TemporaryDirectory() as folder:
-        settings = Path(folder) / SETTINGS
-        config.save(settings)
-        if prediction is not None:
-            write_json(Path(folder), PREDICTION, prediction)  # where the ranks look for it
-        # A notebook shows what this process prints, not what a child writes to the server's terminal.
-        on_line = log_line if "ipykernel" in sys.modules else None
-        code = launch(config, arguments=["--config", str(settings)], processes=processes, on_line=on_line)
-    if code == OutOfMemory.exit_code and (found := read_record(Path(config.output_dir))) is not None:
-        raise OutOfMemory(format_out_of_memory(found))
-    if code:
-        _, message = read_status(Path(config.output_dir) / STATUS)
-        known = {error.exit_code: error for error in FsdpTrainerError.__subclasses__()}
-        kind = known.get(code, FsdpTrainerError)
-        if message:  # its three parts are in it already
-            raise kind(message)
-        raise kind("The run did not finish.", values=f"exit code {code}", fix="see what its processes have said above")
-    return Path(config.output_dir)
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,16 @@ from typing import Any
 from tests.ranks import REPOSITORY, RankFailed, run_ranks
 from tests.training_runs import read_metrics
 
-# What two equal runs do not share: time, and memory, which is None on CPU.
-UNEQUAL = ("step_seconds", "tokens_per_second", "mfu", "max_allocated_gib", "max_reserved_gib", "num_alloc_retries")
+# What two equal runs do not share: time, memory, which is None on CPU, and which step was traced after a resume.
+UNEQUAL = (
+    "step_seconds",
+    "tokens_per_second",
+    "mfu",
+    "max_allocated_gib",
+    "max_reserved_gib",
+    "num_alloc_retries",
+    "traced",
+)
 WHO_AND_WHEN = ("host", "pid", "started", "started_step", "updated")
 
 

@@ -37,6 +37,9 @@ PARTS = {
     "self_test": "training",
     "demo": "cli",
     "training": "training",
+    "finetuning": "start",
+    "train_result": "report",
+    "output_log": "base",
     "training_start": "training",
     "profiling": "training",
     "profile_summary": "base",
@@ -144,6 +147,7 @@ BELOW = {
     # The ledger is shown at the end of a run; what report/ gets of it are plain values.
     "training": {"report", "ledger", "launch", "assembly", "measure", "techniques", "config", "facts", "base"},
 }
+BELOW["start"] = set(BELOW)
 BELOW["cli"] = set(BELOW) | {"top"}
 BELOW["top"] = set(BELOW) - {"cli"}
 
@@ -170,6 +174,7 @@ WITHOUT_TORCH += ("memory.simulation", "memory.recording", "memory.timing", "mem
 WITHOUT_TORCH += ("memory.planning", "memory.calibration", "memory.import_memory", "cli_import")
 WITHOUT_TORCH += ("memory.plan", "memory.planner", "memory.candidates", "memory.candidate_estimates", "memory.remedies")
 WITHOUT_TORCH += ("ladder",)
+WITHOUT_TORCH += ("finetuning", "train_result", "output_log")
 WITHOUT_TORCH += ("optim.schedule", "interop", "interop.gpu_profile")
 WITHOUT_TORCH += ("export_source", "checkpoint_folder", "checkpoint_manifest")
 WITHOUT_TORCH += ("caches", "hub", "run_record", "run_metrics", "report.watch_text", "report.runs_text")
@@ -281,7 +286,7 @@ def find_upward_imports(source: Source) -> list[str]:
 def is_light(module: str) -> bool:
     """True for modules that must not bring torch in."""
     named = any(module == name or (name and module.startswith(f"{name}_")) for name in WITHOUT_TORCH)
-    return named or module.split(".")[0] == "interop"
+    return named or module.split(".")[0] in ("interop", "report")
 
 
 def find_heavy_imports(source: Source) -> list[str]:

@@ -129,6 +129,16 @@ class Ledger:
 
         return format_ledger_text(self.to_json())
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show the same lines in IPython, and in a notebook that cannot show HTML."""
+        printer.text(str(self))
+
+    def _repr_html_(self) -> str:
+        """Show the ledger in a notebook: the bars, and the table of phases and kinds."""
+        from fsdp_trainer.report.ledger_html import format_ledger_html
+
+        return format_ledger_html(self.to_json())
+
 
 _LEDGER = TypeAdapter(Ledger)
 

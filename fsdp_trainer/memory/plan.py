@@ -117,6 +117,10 @@ class Plan:
 
         return format_plan(self.to_json()).plain
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show the same lines in IPython, and in a notebook that cannot show HTML."""
+        printer.text(str(self))
+
     def _repr_html_(self) -> str:
         """Show the plan in a notebook."""
         from fsdp_trainer.report.plan_html import format_plan_html

@@ -73,7 +73,7 @@ def format_run_html(folders: Sequence[str | Path]) -> str:
         title=title,
         several=len(runs) > 1,
         runs=[_of_run(run, styles[run.name], with_chart=len(runs) == 1) for run in runs],
-        table=[(name, [dict(_facts(run)).get(name, (DASH, "")) for run in runs]) for name in _fact_names(runs)],
+        table=[(name, [dict(run_facts(run)).get(name, (DASH, "")) for run in runs]) for name in _fact_names(runs)],
         progress=[_figure(chart) for chart in shown if not _is_of_memory(chart)],
         memory=[_figure(chart) for chart in (*ledgers, *(chart for chart in shown if _is_of_memory(chart)))],
         differing=differing_settings(runs) if len(runs) > 1 else [],
@@ -101,8 +101,8 @@ def _of_run(run: RunRecord, style: tuple[str, str], *, with_chart: bool) -> dict
     return {
         "name": run.name,
         "colour": css_colour(style[0]),
-        "facts": list(_facts(run)),
-        "trouble": _trouble(run),
+        "facts": list(run_facts(run)),
+        "trouble": run_trouble(run),
         "notes": run.notes,
         "ledger": ledger_section(run.ledger, with_chart=with_chart) if run.ledger else "",
         "out_of_memory": out_of_memory_section(run.out_of_memory) if run.out_of_memory else "",
@@ -130,7 +130,7 @@ def _has_kinds(chart: Chart) -> bool:
 # --- what a person asks first ----------------------------------------------------------------------------------------
 
 
-def _facts(run: RunRecord) -> Iterator[tuple[str, tuple[str, str]]]:
+def run_facts(run: RunRecord) -> Iterator[tuple[str, tuple[str, str]]]:
     """(name, (value, what more there is to say)) of what is known."""
     status, rows = run.status, run.rows
     if status:
@@ -173,7 +173,7 @@ def _facts(run: RunRecord) -> Iterator[tuple[str, tuple[str, str]]]:
 
 
 def _fact_names(runs: Sequence[RunRecord]) -> list[str]:
-    return list(dict.fromkeys(name for run in runs for name, _ in _facts(run)))
+    return list(dict.fromkeys(name for run in runs for name, _ in run_facts(run)))
 
 
 def _usual(run: RunRecord, key: str) -> float | None:
@@ -182,7 +182,7 @@ def _usual(run: RunRecord, key: str) -> float | None:
     return statistics.median((known[1:] if len(known) > 1 else known).tolist()) if len(known) else None
 
 
-def _trouble(run: RunRecord) -> str:
+def run_trouble(run: RunRecord) -> str:
     """What the run said at its end, unless it finished."""
     state = run.status.get("state")
     if state == "running":

@@ -142,40 +142,6 @@ def test_one_process_from_the_command_line(quiet: dict[str, Any], folder: Path) 
         assert row == pytest.approx(expected, rel=1e-5)
 
 
-NOTEBOOK = """
-import sys, types
-sys.modules["ipykernel"] = types.ModuleType("ipykernel")  # a child's output would go to the server's terminal
-
-from fsdp_trainer import Config, finetune
-from fsdp_trainer.errors import DataError
-
-print("alone:", finetune(Config.load("here.yaml")))
-print("together:", finetune(Config.load("there.yaml"), processes=2))
-try:
-    finetune(Config.load("there.yaml", ["data.train=missing.jsonl", "output_dir=nowhere"]), processes=2)
-except DataError as error:
-    print("refused:", error)
-"""
-
-
-@pytest.mark.slow
-def test_a_notebook_trains_alone_then_on_two_processes(quiet: dict[str, Any], folder: Path) -> None:
-    """Cells one after the other in one process, without a __main__ guard; the last names data that is not there."""
-    settings_in({**quiet, "train": {**quiet["train"], "max_steps": 3}}, folder, "here")
-    settings, _ = settings_in(quiet, folder, "there")
-    (folder / "notebook.py").write_text(NOTEBOOK)
-    ended = run_command([sys.executable, "notebook.py"], cwd=folder)
-    assert ended.returncode == 0
-    assert f"alone: {folder / 'here'}" in ended.stdout
-    assert "step 3/3  loss" in ended.stdout
-    assert f"together: {folder / 'there'}" in ended.stdout
-    assert "over 2 ranks" in ended.stdout
-    assert f"step {STEPS}/{STEPS}  loss" in ended.stdout
-    assert_same_run(quiet, settings)
-    assert "refused: " in ended.stdout
-    assert "missing.jsonl" in ended.stdout
-
-
 # --- Accelerate in another state than a run needs
 
 

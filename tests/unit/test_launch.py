@@ -251,6 +251,15 @@ def test_three_signals_end_workers_that_do_not_listen(agent: Path) -> None:
     assert not list(agent.glob("saved-*"))
 
 
+def test_a_second_ctrl_c_does_not_wait(agent: Path) -> None:
+    (agent / "deaf").touch()
+    sender = when_ready(agent, lambda: os.kill(os.getpid(), signal.SIGINT), times=2)
+    started = time.monotonic()
+    assert launch(run_config(agent), arguments=[], processes=2) == 128 + signal.SIGINT
+    sender.join()
+    assert time.monotonic() - started < 15, "the agent's 30 s for its workers"
+
+
 @pytest.mark.parametrize("agent", ["weak"], indirect=True)
 def test_an_agent_that_dies_leaves_no_worker_behind(agent: Path) -> None:
     (agent / "deaf").touch()
