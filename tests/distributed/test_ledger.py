@@ -120,12 +120,15 @@ def test_tracing_changes_no_bit(precision: str, model_folder: ModelFolder, tmp_p
 
 
 def test_a_stopped_run_and_the_one_that_goes_on_have_a_ledger(model_folder: ModelFolder, tmp_path: Path) -> None:
-    values = settings(model_folder("llama"), tmp_path, checkpoint={"every_steps": 100, "resume": "auto"})
+    values = settings(
+        model_folder("llama"), tmp_path, train={"max_steps": 6}, checkpoint={"every_steps": 100, "resume": "auto"}
+    )
     fault = fault_runs.Fault(fault_runs.signal.SIGTERM, (0,), call=3)
     assert run_ranks(fault_runs.train, 2, values, fault, timeout=120) == [75, 75]
     stopped = Ledger.read(tmp_path / "run")
     assert stopped is not None and stopped.traced_step is not None and stopped.traced_step.step == 2
+    stopped_at = training_runs.read_metrics(tmp_path / "run")[-1]["step"]
     assert run_ranks(fault_runs.train, 2, values, timeout=120) == [0, 0]
     resumed = Ledger.read(tmp_path / "run")
-    assert resumed is not None and resumed.traced_step is not None and resumed.traced_step.step > 2
+    assert resumed is not None and resumed.traced_step is not None and resumed.traced_step.step == stopped_at + 2
     assert resumed.peak.measured_gib == stopped.peak.measured_gib

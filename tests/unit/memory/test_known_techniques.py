@@ -34,6 +34,7 @@ NO_TECHNIQUE = {
     "checkpoint.async_save",
     "export.at_end",
     "export.dtype",
+    "log.trace_step",
     "rehearse",
 }
 
