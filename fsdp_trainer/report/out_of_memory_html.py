@@ -12,9 +12,10 @@ from fsdp_trainer.report.page import render
 
 def out_of_memory_section(found: Mapping[str, Any]) -> Markup:
     """Return where it was, what was asked and what was there, what held most, and which change frees how much."""
-    where = f"rank {found['rank']}, {name_of(found['phase'])}, step {found['step']}"
     if found["phase"] is None:  # a process that was killed has said nothing
         where = f"after step {found['step']}; the kernel killed a process of the run"
+    else:
+        where = f"rank {found['rank']}, {name_of(found['phase'])}, step {found['step']}"
     if found["layer"] is not None:
         where += f", layer {found['layer']}"
     if found["module"]:

@@ -19,6 +19,7 @@ from fsdp_trainer import launch as launching
 from fsdp_trainer.config import Config
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.launch import (
+    LAUNCHER,
     SCRIPT,
     ask_workers_to_stop,
     count_cores,
@@ -154,7 +155,7 @@ def test_a_port_of_the_profile_stays(content: dict[str, int]) -> None:
 
 def test_environment_of_the_workers() -> None:
     on_cpu = launch_environment({"A": "1"}, {"use_cpu": True}, processes=1)
-    segments = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    segments = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", LAUNCHER: "1"}
     assert on_cpu == {"A": "1", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": str(count_cores())} | segments
     assert launch_environment({}, {}, processes=10**6) == {"OMP_NUM_THREADS": "1"} | segments
     assert launch_environment({"OMP_NUM_THREADS": "3"}, {}, processes=2) == {"OMP_NUM_THREADS": "3"} | segments
@@ -335,6 +336,20 @@ def test_success_and_death_by_a_signal(
     assert launch(run_config(tmp_path), arguments=[], processes=1) == 128 + 9
     said = capfd.readouterr().err
     assert said.startswith("error: A process of the run was killed.\n  found: it ended with SIGKILL\n  to fix: ")
+
+
+def test_a_kill_that_the_kernel_counted_is_out_of_host_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    counts = iter([3, 4])
+    monkeypatch.setattr("fsdp_trainer.launch.count_kills", lambda: next(counts))
+    end_with(monkeypatch, "import os; os.kill(os.getpid(), 9)")
+    assert launch(run_config(tmp_path), arguments=[], processes=1) == 8
+    said = capfd.readouterr().err
+    assert said.startswith("Out of host memory.\n")
+    assert "the kernel killed a process of the run" in said
+    record = json.loads((tmp_path / "out_of_memory.json").read_text())
+    assert (record["place"], record["phase"]) == ("host", None)
 
 
 def test_lines_for_a_notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
