@@ -21,6 +21,7 @@ from fsdp_trainer.errors import (
     DataError,
     FsdpTrainerError,
     Interrupted,
+    OutOfMemory,
     OutputError,
 )
 from fsdp_trainer.ladder_result import LADDER, PAGE, LadderResult, RungResult
@@ -291,11 +292,8 @@ def _run_rung(climb: _Climb, rung: Rung, start: Start) -> dict[str, Any]:
     message = "" if code == 0 else read_status(folder / STATUS)[1] or "\n".join(last)
     if code in _ENDS:
         raise _ENDS[code](message)
-    outcome = "finished" if code == 0 else "out of memory" if code == OUT_OF_MEMORY else "failed"
+    outcome = "finished" if code == 0 else "out of memory" if code == OutOfMemory.exit_code else "failed"
     return {"outcome": outcome, "message": message or None, **read_measured(folder)}
-
-
-OUT_OF_MEMORY = 8
 
 
 def _starter(processes: int) -> Start:

@@ -20,7 +20,7 @@ from fsdp_trainer.checkpoint import build_save_group, load_checkpoint
 from fsdp_trainer.checkpoint_folder import read_best
 from fsdp_trainer.checkpoint_manifest import Progress
 from fsdp_trainer.config import Config
-from fsdp_trainer.data.loader import steps_per_epoch
+from fsdp_trainer.data.loader import Window, steps_per_epoch
 from fsdp_trainer.data.rows import Rows
 from fsdp_trainer.errors import Interrupted, NonFiniteError, OutputError
 from fsdp_trainer.evaluation import evaluate, evaluation_is_due
@@ -189,14 +189,9 @@ def train_loop(run: Run, session: _Session, progress: Progress) -> Progress:
                     "loss": loss,
                     "grad_norm": grad_norm,
                     "lr": rate,
-                    "tokens": window.tokens,
-                    "supervised_tokens": window.supervised_tokens,
-                    "step_seconds": seconds,
-                    "tokens_per_second": window.tokens / seconds,
-                    "mfu": None,  # needs the peak of the device, which the hardware catalogue will know
+                    **_speed(window, seconds),
                     **session.ledger.measure(),
-                    **({"traced": True} if traced else {}),
-                    **({"profiled": True} if profiled else {}),
+                    **{name: True for name, is_so in (("traced", traced), ("profiled", profiled)) if is_so},
                 }
                 _log_step(run, session, row, skipped=skipped)
             if session.stop.agreed():
@@ -206,6 +201,16 @@ def train_loop(run: Run, session: _Session, progress: Progress) -> Progress:
             session.saver.poll()
             session.saver.save_if_due(progress)
     return progress
+
+
+def _speed(window: Window, seconds: float) -> dict[str, float | None]:
+    return {
+        "tokens": window.tokens,
+        "supervised_tokens": window.supervised_tokens,
+        "step_seconds": seconds,
+        "tokens_per_second": window.tokens / seconds,
+        "mfu": None,  # needs the peak of the device, which the hardware catalogue will know
+    }
 
 
 def _read(output: StepOutput) -> tuple[float, float, bool]:

@@ -58,7 +58,7 @@ PARTS = {
     "memory.candidate_estimates": "planner",
     "memory.remedies": "planner",
     "memory.measure": "measure",
-    "memory.ledger": "ledger",
+    "memory.ledger": "report",  # it shows itself, as a plan does
     "memory.phase_peaks": "measure",
     "memory.gloo_settling": "measure",
     "memory.trace": "measure",
@@ -133,9 +133,7 @@ BELOW = {
     "config": {"facts", "base"},
     "techniques": {"config", "facts", "base"},
     "assembly": {"techniques", "config", "facts", "base"},
-    # Like a plan, a ledger shows itself; what report/ gets of it are plain values.
-    "ledger": {"report", "facts", "base"},
-    "measure": {"ledger", "techniques", "config", "facts", "base"},
+    "measure": {"report", "techniques", "config", "facts", "base"},
     "simulate": {"assembly", "measure", "techniques", "config", "facts", "base"},
     # A plan shows itself in a notebook; what report/ gets of it are plain values.
     "planner": {"report", "simulate", "assembly", "measure", "techniques", "config", "facts", "base"},
@@ -143,9 +141,9 @@ BELOW = {
     "interop": {"config", "facts", "base"},
     # What would have fitted is worked out where the ranks were started, when they are gone.
     "launch": {"measure", "report", "interop", "config", "facts", "base"},
-    "ladder": {"ledger", "launch", "planner", "report", "simulate", "measure", "techniques", "config", "facts", "base"},
+    "ladder": {"launch", "planner", "report", "simulate", "measure", "techniques", "config", "facts", "base"},
     # The ledger is shown at the end of a run; what report/ gets of it are plain values.
-    "training": {"report", "ledger", "launch", "assembly", "measure", "techniques", "config", "facts", "base"},
+    "training": {"report", "launch", "assembly", "measure", "techniques", "config", "facts", "base"},
 }
 BELOW["start"] = set(BELOW)
 BELOW["cli"] = set(BELOW) | {"top"}
@@ -174,7 +172,7 @@ WITHOUT_TORCH += ("memory.simulation", "memory.recording", "memory.timing", "mem
 WITHOUT_TORCH += ("memory.planning", "memory.calibration", "memory.import_memory", "cli_import")
 WITHOUT_TORCH += ("memory.plan", "memory.planner", "memory.candidates", "memory.candidate_estimates", "memory.remedies")
 WITHOUT_TORCH += ("ladder",)
-WITHOUT_TORCH += ("finetuning", "train_result", "output_log")
+WITHOUT_TORCH += ("finetuning", "train_result", "output_log", "out_of_memory_page", "memory.advice")
 WITHOUT_TORCH += ("optim.schedule", "interop", "interop.gpu_profile")
 WITHOUT_TORCH += ("export_source", "checkpoint_folder", "checkpoint_manifest")
 WITHOUT_TORCH += ("caches", "hub", "run_record", "run_metrics", "report.watch_text", "report.runs_text")

@@ -141,6 +141,7 @@ def test_words_reach_the_launcher_as_written(monkeypatch: pytest.MonkeyPatch, tm
     with pytest.raises(SystemExit) as caught:
         cli.main(["train", "--optim.lr", "2e-4", "--config", str(path), "--processes=2", "--batch.micro_batch_size=2"])
     assert caught.value.code == 75
+    assert seen.pop("typed")[0] == "fsdp-trainer"  # the rest is what this process was started with
     assert seen == {
         "lr": 2e-4,
         "seq_len": 64,

@@ -13,9 +13,17 @@ import pytest
 
 from fsdp_trainer import cli, cli_ladder, ladder_run
 from fsdp_trainer.config import Config
-from fsdp_trainer.errors import ConfigError, DataError, DistributedError, FolderInUse, FsdpTrainerError, Interrupted
+from fsdp_trainer.errors import (
+    ConfigError,
+    DataError,
+    DistributedError,
+    FolderInUse,
+    FsdpTrainerError,
+    Interrupted,
+    OutOfMemory,
+)
 from fsdp_trainer.ladder_result import LadderResult
-from fsdp_trainer.ladder_run import OUT_OF_MEMORY, ladder
+from fsdp_trainer.ladder_run import ladder
 from fsdp_trainer.ladder_rungs import usual_techniques
 from fsdp_trainer.memory.ledger import RankMemory, TracedStep, build_ledger
 from fsdp_trainer.memory.simulation import GIB, Simulation
@@ -127,7 +135,7 @@ def climb(config: Config, **given: Any) -> LadderResult:
 
 
 def test_running_out_is_a_result_and_so_is_failing(config: Config, launched: Any) -> None:
-    run = launched(baseline=OUT_OF_MEMORY, checkpointing=DistributedError.exit_code, stage1=1)
+    run = launched(baseline=OutOfMemory.exit_code, checkpointing=DistributedError.exit_code, stage1=1)
     result = climb(config, only=["baseline", "checkpointing", "stage1", "stage2"])
     assert run == ["baseline", "checkpointing", "stage1", "stage2"]
     assert list(outcomes(result).values()) == ["out of memory", "failed", "failed", "finished"]
@@ -157,7 +165,7 @@ def test_what_no_technique_mends_ends_the_ladder(config: Config, launched: Any) 
 
 
 def test_until_fits(config: Config, launched: Any) -> None:
-    run = launched(baseline=OUT_OF_MEMORY)
+    run = launched(baseline=OutOfMemory.exit_code)
     result = climb(config, until_fits=True)
     assert run == ["baseline", "checkpointing"]
     assert {rung.message for rung in result.rungs[2:]} == {"checkpointing fits already"}
@@ -193,7 +201,7 @@ def test_predictions_are_of_a_step_on_cpu_and_unfit_rungs_can_be_skipped(
 
 def test_a_stopped_ladder_goes_on(config: Config, launched: Any) -> None:
     names = ["baseline", "checkpointing", "stage1"]
-    launched(baseline=OUT_OF_MEMORY, checkpointing=Interrupted.exit_code)
+    launched(baseline=OutOfMemory.exit_code, checkpointing=Interrupted.exit_code)
     with pytest.raises(Interrupted, match=r"ladder\.json has what was measured; checkpointing is measured anew"):
         climb(config, only=names)
     kept = LadderResult.read(Path(f"{config.output_dir}-ladder"))
@@ -285,7 +293,7 @@ def command(*words: str) -> int:
 
 
 def test_the_command(config: Config, launched: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    launched(baseline=OUT_OF_MEMORY)
+    launched(baseline=OutOfMemory.exit_code)
     config.save(tmp_path / "run.yaml")
     words = ("--config", str(tmp_path / "run.yaml"), "--processes", "2", "--only", "baseline,8bit")
     assert command(*words) == 0
@@ -301,7 +309,7 @@ def test_the_command(config: Config, launched: Any, tmp_path: Path, capsys: pyte
 
 
 def test_the_command_where_nothing_gets_through(config: Config, launched: Any, tmp_path: Path) -> None:
-    launched(baseline=OUT_OF_MEMORY)
+    launched(baseline=OutOfMemory.exit_code)
     config.save(tmp_path / "run.yaml")
     assert command("--config", str(tmp_path / "run.yaml"), "--processes", "2", "--only", "baseline") == 1
 
@@ -359,7 +367,7 @@ def test_the_examples_of_the_page_run(
 
 
 def test_the_table_keeps_to_80_columns(config: Config, launched: Any, simulated: dict[str, Any]) -> None:
-    launched(baseline=OUT_OF_MEMORY)
+    launched(baseline=OutOfMemory.exit_code)
     simulated["stage3"] = simulation(config, peak=round(1.485 * GIB), least=3 * GIB)
     text = format_ladder(climb(config).to_json(), width=80)
     lines = text.splitlines()

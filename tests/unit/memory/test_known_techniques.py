@@ -35,6 +35,7 @@ NO_TECHNIQUE = {
     "export.at_end",
     "export.dtype",
     "log.trace_step",
+    "log.report",
     "rehearse",
 }
 
