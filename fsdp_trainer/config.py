@@ -98,9 +98,9 @@ class Config(Section):
     compile: CompileConfig = CompileConfig()
     rehearse: Literal["auto"] | bool = Field(
         default="auto",
-        description="Take one step at the largest shapes before the run, to meet an out-of-memory error at once. Comes "
-        "later: auto will then do it where memory is tight and does nothing yet; false never does it; true is "
-        "refused for now.",
+        description="Before the first step take two over the longest rows, an evaluation and the copies of a save, and "
+        "drop all of it: what runs out of memory then does so at once. Costs about three steps; the run stays the same "
+        "to the last bit. auto does it on GPUs.",
     )
     profile: ProfileConfig = ProfileConfig()
     output_dir: Text = Field(

@@ -77,7 +77,6 @@ _LATER: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     ("activation_checkpointing.offload", lambda value: value, "activation_checkpointing.offload: false"),
     ("compile.enabled", lambda value: value, "compile.enabled: false"),
-    ("rehearse", lambda value: value is True, "rehearse: auto or false"),
 )
 
 

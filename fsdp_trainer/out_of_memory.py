@@ -94,6 +94,7 @@ def _examine(cause: BaseException, place: str, last: Last, config: Config, runti
         "rank": runtime.rank,
         "place": place,
         "phase": runtime.phases.current,
+        "rehearsal": runtime.phases.rehearsing,
         "step": last.step,
         "layer": layer_of(module),
         "module": module,

@@ -11,11 +11,13 @@ from fsdp_trainer.memory.recording import PHASES
 class Phases:
     """The phase of this rank, by the names of memory/recording.py; one lasts until the next begins.
 
-    What fails leaves it where it was, so `current` says where. `ended` is called with the phase that is over.
+    What fails leaves it where it was, so `current` says where, and `rehearsing` whether it was before the first step.
+    `ended` is called with the phase that is over.
     """
 
     def __init__(self) -> None:
         self.current = "load"
+        self.rehearsing = False
         self.ended: Callable[[str], None] | None = None
 
     @contextmanager

@@ -120,13 +120,22 @@ def build_run(config: Config, runtime: Runtime, *, load: bool = True) -> Run:
             # The largest tensors of a step are made at the head: nothing that could have left is to be there.
             parts.head.register_forward_pre_hook(lambda *_: optimizer.gradients.settle())
         scaler = torch.amp.GradScaler(runtime.device.type) if config.precision == "fp16" else None
-        # 9. Values, of masters too: a simulated run has none, a resumed one reads its checkpoint instead.
-        if load and not runtime.simulated:
-            _fill(model, optimizer, hf_config, config)
-        # 10. Dropout differs between ranks and is the same in every rerun; so is whatever else draws numbers.
-        set_seed((config.train.seed * 1_000_003 + runtime.rank) % 2**32)
-    facts = _facts(config, runtime, model, len(parts.layers), recomputed, optimizer)
-    return Run(config, runtime, model, optimizer, scaler, sharding, hf_config, facts)
+        facts = _facts(config, runtime, model, len(parts.layers), recomputed, optimizer)
+        run = Run(config, runtime, model, optimizer, scaler, sharding, hf_config, facts)
+        # 9. Values and random numbers last: a simulated run has none, a resumed one reads its checkpoint instead.
+        start_values(run, load=load and not runtime.simulated)
+    return run
+
+
+def start_values(run: Run, *, load: bool) -> None:
+    """Give weights (with `load`) and masters their first values, and every random number its seed.
+
+    `build_run` does it; a run that has been rehearsed begins with it again.
+    """
+    if load:
+        _fill(run.model, run.optimizer, run.hf_config, run.config)
+    # Dropout differs between ranks and is the same in every rerun; so is whatever else draws numbers.
+    set_seed((run.config.train.seed * 1_000_003 + run.runtime.rank) % 2**32)
 
 
 def _build_meta(config: Config) -> tuple[Any, Any, ModelParts]:

@@ -31,8 +31,9 @@ from fsdp_trainer.out_of_memory import Last, out_of_memory_is_explained
 from fsdp_trainer.profiling import StepProfiler
 from fsdp_trainer.progress import log_line
 from fsdp_trainer.rank_watch import RankWatch, watch_ranks
+from fsdp_trainer.rehearsal import rehearse, rehearses
 from fsdp_trainer.resume_rules import describe
-from fsdp_trainer.run import Run, build_run, check_model
+from fsdp_trainer.run import Run, build_run, check_model, start_values
 from fsdp_trainer.run_folder import append_metrics, has_evaluation, write_status
 from fsdp_trainer.runtime import Runtime, build_runtime
 from fsdp_trainer.saving import Saver
@@ -108,9 +109,7 @@ def _finetune(
     facts = describe(config.to_dict(), rows=data.digest, versions=library_versions(), code=data.code)
     resume_from = find_start(config, runtime, output_dir, facts=facts)
     ledger = RunLedger(runtime, output_dir=output_dir, plan=prediction)
-    run = last.run = build_run(config, runtime, load=resume_from is None)
-    for fact in run.facts:
-        log_line(fact, is_main=runtime.is_main)
+    run = _build(config, runtime, stop, last, data=data, load=resume_from is None)
     save_group = build_save_group(timeout=timedelta(minutes=config.train.timeout_minutes))
     progress, best = Progress(), None
     if resume_from is not None:
@@ -143,6 +142,19 @@ def _finetune(
     progress = train_loop(run, session, progress)
     _finish(run, session, progress)
     return output_dir
+
+
+def _build(config: Config, runtime: Runtime, stop: StopRequest, last: Last, *, data: TrainingData, load: bool) -> Run:
+    """Build the run, and rehearse it before it has its values where the settings say so."""
+    rehearsed = rehearses(config, runtime)
+    run = last.run = build_run(config, runtime, load=load and not rehearsed)
+    for fact in run.facts:
+        log_line(fact, is_main=runtime.is_main)
+    if rehearsed:
+        rehearse(run, data, last)
+        stop.check_all()
+        start_values(run, load=load)
+    return run
 
 
 def train_loop(run: Run, session: _Session, progress: Progress) -> Progress:

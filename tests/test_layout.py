@@ -42,6 +42,7 @@ PARTS = {
     "output_log": "base",
     "training_start": "training",
     "profiling": "training",
+    "rehearsal": "training",
     "profile_summary": "base",
     "training_ledger": "training",
     "trace_marks": "assembly",

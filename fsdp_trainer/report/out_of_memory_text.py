@@ -34,6 +34,8 @@ def _where(found: Mapping[str, Any]) -> str:
     if found["phase"] is None:  # a process that was killed has said nothing
         return f"after step {found['step']}; the kernel killed a process of the run"
     where = f"{found['phase']}, step {found['step']}" if found["step"] else found["phase"]
+    if found.get("rehearsal"):
+        where = f"{where} of the rehearsal, before the first step"
     if found["layer"] is not None:
         where += f", layer {found['layer']}"
     return f"{where} ({found['module']})" if found["module"] else where

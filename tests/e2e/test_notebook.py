@@ -18,7 +18,7 @@ from tests import training_runs
 from tests.e2e.commands import write_settings
 from tests.e2e.tiny_run import assert_same_run, tiny
 from tests.fault_runs import checkpoints, read_status, run
-from tests.kernels import Kernel, start_kernel
+from tests.jupyter_kernels import Kernel, start_kernel
 
 Folder = Callable[[str], str]
 STEPS = 120  # some seconds of steps: a cell is updated every two

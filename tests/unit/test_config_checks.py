@@ -26,7 +26,6 @@ LATER = [
     {"activation_checkpointing.mode": "selective"},
     {"activation_checkpointing.offload": True},
     {"compile.enabled": True},
-    {"rehearse": True},
 ]
 
 
