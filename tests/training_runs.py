@@ -41,7 +41,7 @@ def settings(
         "eval": {"at_end": False},
         "checkpoint": {"every_steps": 100_000, "resume": "never"},
         "export": {"at_end": True, "dtype": "fp32"},
-        "log": {"samples": 0, "report": False},
+        "log": {"samples": 0, "report": False, "trace_step": False},
         "output_dir": str(output_dir),
     }
     for name, values in sections.items():

@@ -48,6 +48,7 @@ def settings(model: str, folder: Path, **sections: Any) -> dict[str, Any]:
         "schedule": {"warmup_steps": 1},
         "train": {"max_steps": 4},
         "export": {"at_end": False},
+        "log": {"samples": 0, "report": False, "trace_step": True},
         **sections,
     }
     data = {"format": "text", "seq_len": SEQ_LEN, "packing": False, **base.pop("data", {})}
