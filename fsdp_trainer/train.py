@@ -13,6 +13,8 @@ sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry or os.curdi
 import argparse  # noqa: E402
 import json  # noqa: E402
 import multiprocessing  # noqa: E402
+import signal  # noqa: E402
+import threading  # noqa: E402
 import time  # noqa: E402
 import traceback  # noqa: E402
 from contextlib import suppress  # noqa: E402
@@ -109,6 +111,7 @@ def _finetune(config: Config, *, settings_file: str | None, plans: bool) -> None
     except FolderInUse:
         raise  # the folder, and what its status file says, are another run's
     except FsdpTrainerError as error:
+        _outlive_the_agent()
         state = "interrupted" if isinstance(error, Interrupted) else "failed"
         record_end(
             Path(config.output_dir), error.exit_code, state=state, message=str(error), secondary=_is_secondary(error)
@@ -117,9 +120,16 @@ def _finetune(config: Config, *, settings_file: str | None, plans: bool) -> None
             _leave_together()
         raise
     except Exception as error:
+        _outlive_the_agent()
         message = f"{type(error).__name__}: {error}"
         record_end(Path(config.output_dir), 1, state="failed", message=message, secondary=True)
         raise
+
+
+def _outlive_the_agent() -> None:
+    """Ignore SIGTERM from here on: when a rank has gone, the agent's would end this one before it has said which."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _leave_together() -> None:

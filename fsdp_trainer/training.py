@@ -182,8 +182,10 @@ def train_loop(run: Run, session: _Session, progress: Progress) -> Progress:
             started = time.perf_counter()
             session.last.step, session.last.window = progress.step + 1, window
             is_last = progress.step + 1 == session.total_steps
-            watched = session.ledger.watch(run, window, is_last=is_last)
-            with profiler.watch(progress.step + 1) as profiled, watched as traced:
+            with (
+                profiler.watch(progress.step + 1) as profiled,
+                session.ledger.watch(run, window, is_last=is_last, profiled=profiled) as traced,
+            ):
                 loss, grad_norm, skipped = _read(
                     train_step(run, window, learning_rate=rate, optimizer_step=progress.optimizer_steps)
                 )

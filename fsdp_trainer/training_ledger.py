@@ -74,11 +74,14 @@ class RunLedger:
         return measure_memory(self._runtime.device, phases=self._peaks)
 
     @contextmanager
-    def watch(self, run: Run, window: Window, *, is_last: bool) -> Iterator[bool]:
-        """Trace the step inside where one is due: the second of the process, or the first where there is no second."""
+    def watch(self, run: Run, window: Window, *, is_last: bool, profiled: bool = False) -> Iterator[bool]:
+        """Trace the step inside where one is due: the second of the process, or the first where there is no second.
+
+        A profiled step is left to the profiler, which would show the tracing; the next one takes its place.
+        """
         number = len(self._seconds) + 1
         wanted = run.config.log.trace_step and not run.config.compile.enabled and self._recording is None
-        if not wanted or (number != TRACED and not is_last):
+        if not wanted or not (is_last or (number >= TRACED and not profiled)):
             yield False
             return
         with tracing(run, window) as trace:

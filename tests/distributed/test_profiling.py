@@ -57,6 +57,12 @@ def test_profile_of_two_ranks(model_folder: ModelFolder, tmp_path: Path) -> None
     assert summary["ranks"][0]["seconds"]["step"] == pytest.approx(sum(measured) / 2, rel=0.25)
 
 
+def test_a_profiled_step_is_not_the_traced_one(model_folder: ModelFolder, tmp_path: Path) -> None:
+    rows = run_ranks(training_runs.train, 1, settings(model_folder("llama"), tmp_path, start=2, steps=2))[0]["metrics"]
+    assert [row["step"] for row in rows if row.get("profiled")] == [2, 3]
+    assert [row["step"] for row in rows if row.get("traced")] == [4]
+
+
 def test_a_profile_beyond_the_end_is_refused(model_folder: ModelFolder, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="ends before the steps that are to be profiled"):
         run_ranks(training_runs.train, 1, settings(model_folder("llama"), tmp_path, start=4, steps=3))

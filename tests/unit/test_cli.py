@@ -243,6 +243,28 @@ def test_a_failure_of_an_earlier_run_is_replaced_and_its_step_kept(tmp_path: Pat
     assert json.loads((tmp_path / "status.json").read_text())["step"] == 7
 
 
+LOSE_A_RANK = """
+import os, runpy, signal, sys, threading, time, types
+from fsdp_trainer.errors import DistributedError
+def finetune(config, *, prediction):
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()  # the agent has seen it as well
+    raise DistributedError("A rank is lost.", values="rank 1 is gone", fix="start again")
+sys.modules["fsdp_trainer.training"] = types.SimpleNamespace(finetune=finetune)
+sys.exit(runpy.run_path(SCRIPT)["main"](sys.argv[1:]))
+"""
+
+
+def test_the_agents_sigterm_does_not_end_a_rank_that_is_about_to_say_which_one_is_lost(tmp_path: Path) -> None:
+    settings = {"model": {"path": "m"}, "data": {"train": "t.jsonl"}, "output_dir": str(tmp_path / "run")}
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(settings | {"log": {"report": False}}))
+    code = f"SCRIPT = {str(PACKAGE / 'train.py')!r}{LOSE_A_RANK}"
+    words = [sys.executable, "-c", code, "--config", str(file)]
+    result = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert result.returncode == 6, result.stderr
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["message"].startswith("A rank is lost.")
+
+
 def test_public_names_load_on_first_use() -> None:
     assert fsdp_trainer.Config is Config
     assert {"Config", "finetune", "ladder", "plan", "simulate", "__version__"} <= set(dir(fsdp_trainer))
