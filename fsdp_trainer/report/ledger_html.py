@@ -179,4 +179,4 @@ def format_difference(measured: float | None, predicted: float | None) -> str:
     """Return how far the prediction lies from what was measured, in percent of the latter, or a dash."""
     if not measured or predicted is None:
         return DASH
-    return f"{100 * (predicted / measured - 1):+.1f} %"
+    return f"{100 * (predicted / measured - 1):+.1f} %".replace("-0.0 ", "0.0 ").replace("+0.0 ", "0.0 ")
