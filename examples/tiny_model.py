@@ -6,6 +6,7 @@ The weights are made when a run starts (`model.init: random`). The tokenizer is 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,3 +67,9 @@ def _texts(records: Path) -> Iterator[str]:
 
 def _write(path: Path, content: dict[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        raise SystemExit("usage: python examples/tiny_model.py FOLDER RECORDS.jsonl")
+    print(f"model.path: {make_tiny_model(sys.argv[1], records=sys.argv[2])}, model.init: random")

@@ -164,9 +164,11 @@ def data(
 
 def _show_data(settings: Config, *, rows: int, plot: Path | None, write: bool, as_json: bool) -> None:
     # Imported here: help and errors about settings answer without torch.
+    from fsdp_trainer.hub import refuse_unreachable_model
     from fsdp_trainer.preview import check_plot, preview_data, save_plot
 
     check_plot(plot)
+    refuse_unreachable_model(settings.model.path, tokenizer=settings.model.tokenizer, revision=settings.model.revision)
     with preview_data(settings, write=write, show=not as_json) as preview:
         if as_json:
             print(json.dumps(preview.to_dict(), indent=2))

@@ -13,7 +13,7 @@ from fsdp_trainer.config import Config
 from fsdp_trainer.config_checks import check_model_path
 from fsdp_trainer.config_reading import check_command_flags
 from fsdp_trainer.errors import ConfigError
-from fsdp_trainer.progress import log_line
+from fsdp_trainer.progress import log_error, log_line
 
 FLAGS = (
     *("--config", "--gpus", "--host-ram", "--prefer", "--quick", "--json", "--write", "--picture"),
@@ -76,6 +76,8 @@ def plan(
     if picture is not None:
         check_picture(picture)
 
+    if not as_json and not quick:
+        log_error("planning: estimates first, then the best in full, some seconds for each ...")
     found = plan_for(
         settings,
         gpus,

@@ -186,6 +186,9 @@ def runs(
     """List runs, the newest first: how each stands, how far it came, what it holds and where it would go on."""
     places = folders or [Path("runs")]
     missing = [str(place) for place in places if not place.is_dir()]
+    if missing and not folders:
+        print("[]" if as_json else "no run yet: runs/ is not here; a run writes into its output_dir")
+        return
     if missing:
         raise ConfigError(
             "There is no such folder.",

@@ -101,6 +101,7 @@ def run_demo(overrides: Sequence[str] = ()) -> int:
         clear_ended_run(output)
 
     print(f"\n== before: {base.name} has never seen this language", flush=True)
+    print(f"   it answers {len(questions)} questions first, which takes a minute or so on CPU ...", flush=True)
     before = ask(base, questions)
     _print_answers(questions, before)
 

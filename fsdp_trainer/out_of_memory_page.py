@@ -132,9 +132,10 @@ def _hardware(devices: Mapping[str, Any]) -> Hardware:
 
 
 def _shortage(record: Mapping[str, Any], hardware: Hardware) -> Shortage:
-    if record["place"] == "host":
-        return Shortage("host", machine_bytes())
     limit, allocated, asked = (record[f"{name}_gib"] for name in ("limit", "allocated", "requested"))
+    if record["place"] == "host":  # what was asked for did not fit in what was left: so much more than all is needed
+        machine = machine_bytes()
+        return Shortage("host", machine, None if asked is None else machine + round(asked * GIB))
     if limit is None:
         return Shortage("device", hardware.usable_bytes - hardware.outside_bytes)
     needed = (allocated + (asked or 0)) * GIB if allocated is not None else limit * GIB

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from fsdp_trainer.report.ladder_html import format_ladder_html
-from fsdp_trainer.report.ledger_html import format_ledger_html
+from fsdp_trainer.report.ledger_html import format_difference, format_ledger_html
 from fsdp_trainer.report.out_of_memory_html import out_of_memory_section
 from tests.run_folders import Page, memory, out_of_memory
 
@@ -129,3 +131,17 @@ def test_an_out_of_memory_of_which_little_is_known() -> None:
     }
     page = Page(str(out_of_memory_section(out_of_memory(place="host", **unknown))))
     assert page.text == "Out of host RAM: rank 1, backward, step 17"
+
+
+@pytest.mark.parametrize(
+    ("measured", "predicted", "text"),
+    [
+        (2.0, 2.0001, "0.0 %"),
+        (2.0, 1.9999, "0.0 %"),
+        (2.0, 1.8, "-10.0 %"),
+        (2.0, 3.0, "+50.0 %"),
+        (2.0, 2.4, "+20.0 %"),
+    ],
+)
+def test_a_difference_of_nothing_has_no_sign(measured: float, predicted: float, text: str) -> None:
+    assert format_difference(measured, predicted) == text

@@ -496,3 +496,14 @@ def test_the_page_names_every_state_and_key(run: Path) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "watching.md").read_text(encoding="utf-8")
     assert [state for state in STATES if f"| `{state}` |" not in page] == []
     assert [key for key in cli_watch.describe(run) if f"`{key}`" not in page] == []
+
+
+def test_runs_before_the_first_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words, said in ((["runs"], "no run yet: runs/ is not here"), (["runs", "--json"], "[]")):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(words)
+        assert ended.value.code == 0
+        assert said in capsys.readouterr().out
