@@ -34,7 +34,7 @@ def changed(quiet: dict[str, Any], output: Path, **sections: dict[str, Any]) -> 
 
 def train_and_listen(settings: dict[str, Any]) -> tuple[int, list[str]]:
     """Train on this rank; return the exit code and the lines that the log has from it."""
-    from fsdp_trainer import training
+    from fsdp_trainer import training_start
 
     lines: list[str] = []
 
@@ -42,7 +42,7 @@ def train_and_listen(settings: dict[str, Any]) -> tuple[int, list[str]]:
         if is_main:
             lines.append(str(text))
 
-    training.log_line = hear
+    training_start.log_line = hear
     return train(settings), lines
 
 
