@@ -58,7 +58,9 @@ def test_profile_of_two_ranks(model_folder: ModelFolder, tmp_path: Path) -> None
 
 
 def test_a_profiled_step_is_not_the_traced_one(model_folder: ModelFolder, tmp_path: Path) -> None:
-    rows = run_ranks(training_runs.train, 1, settings(model_folder("llama"), tmp_path, start=2, steps=2))[0]["metrics"]
+    run = settings(model_folder("llama"), tmp_path, start=2, steps=2)
+    run["log"] = {**run["log"], "trace_step": True}
+    rows = run_ranks(training_runs.train, 1, run)[0]["metrics"]
     assert [row["step"] for row in rows if row.get("profiled")] == [2, 3]
     assert [row["step"] for row in rows if row.get("traced")] == [4]
 
