@@ -111,6 +111,25 @@ def guarded(action: Callable[[], None], folder: Path) -> None:
         ) from error
 
 
+def gather_as_exported(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, dtype: str, hf_config: Any, keep: bool, largest: bool = False
+) -> None:
+    """Gather and convert what `export_model` writes, file by file, and write nothing: for what it takes of memory.
+
+    `keep` is true on the rank that would write; with `largest` it is that file alone.
+    """
+    weights = exported_weights(model, optimizer)
+    dtypes = exported_dtypes(model, weights, resolve_dtype(dtype, hf_config, model))
+    plan: Plan = plan_files(plan_export(model, weights, dtypes), max_bytes=MAX_FILE_BYTES)
+    if largest:
+        plan = dict([max(plan.items(), key=lambda file: total_bytes(dict([file])))])
+    for groups in plan.values():
+        kept = [gather_weights(weights, group.names, dtypes=dtypes, keep=keep) for group in groups]
+        if keep:
+            converted(model, kept)
+        del kept
+
+
 def exported_bytes(model: nn.Module, *, dtype: str, hf_config: Any) -> int:
     """Return the bytes of the tensors that `export_model` writes."""
     target = resolve_dtype(dtype, hf_config, model)

@@ -15,18 +15,9 @@ import torch
 from fsdp_trainer.checkpoint import training_tensors
 from fsdp_trainer.checkpoint_copy import local_part, plan_copy
 from fsdp_trainer.config import Config
-from fsdp_trainer.conversions import plan_export
 from fsdp_trainer.data.loader import Window, window_of_rows
 from fsdp_trainer.data.rows import Rows
-from fsdp_trainer.export import (
-    MAX_FILE_BYTES,
-    converted,
-    exported_dtypes,
-    exported_weights,
-    gather_weights,
-    plan_files,
-    resolve_dtype,
-)
+from fsdp_trainer.export import gather_as_exported
 from fsdp_trainer.optim.masters import MASTER, send_masters, trained_weights
 from fsdp_trainer.optim.sharded_adamw import flat
 from fsdp_trainer.out_of_memory import Last
@@ -162,13 +153,14 @@ def _copy_for_a_save(run: Run) -> None:
 def _gather_for_an_export(run: Run) -> None:
     """Gather and convert the largest of the files that the exported model will have."""
     with run.runtime.phases.enter("save"):
-        weights = exported_weights(run.model, run.optimizer)
-        dtypes = exported_dtypes(run.model, weights, resolve_dtype(run.config.export.dtype, run.hf_config, run.model))
-        files = plan_files(plan_export(run.model, weights, dtypes), max_bytes=MAX_FILE_BYTES)
-        largest = max(files.values(), key=lambda groups: sum(t.nbytes for g in groups for t in g.written.values()))
-        kept = [gather_weights(weights, group.names, dtypes=dtypes, keep=run.runtime.is_main) for group in largest]
-        if run.runtime.is_main:
-            converted(run.model, kept)
+        gather_as_exported(
+            run.model,
+            run.optimizer,
+            dtype=run.config.export.dtype,
+            hf_config=run.hf_config,
+            keep=run.runtime.is_main,
+            largest=True,
+        )
 
 
 @torch.no_grad()

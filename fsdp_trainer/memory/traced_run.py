@@ -14,17 +14,8 @@ import torch
 from fsdp_trainer.checkpoint import training_tensors
 from fsdp_trainer.checkpoint_copy import local_part, plan_copy
 from fsdp_trainer.config import Config
-from fsdp_trainer.conversions import plan_export
 from fsdp_trainer.data.loader import MicroBatch, Window
-from fsdp_trainer.export import (
-    MAX_FILE_BYTES,
-    converted,
-    exported_dtypes,
-    exported_weights,
-    gather_weights,
-    plan_files,
-    resolve_dtype,
-)
+from fsdp_trainer.export import gather_as_exported
 from fsdp_trainer.memory.cuda_kernels import cuda_attention, find_overheads, keep_operations_fused
 from fsdp_trainer.memory.host import copied_ahead, pinned_bytes
 from fsdp_trainer.memory.recording import Recording
@@ -221,14 +212,9 @@ def _save(run: Run, trace: MemoryTrace) -> None:
     trace.enter("save")
     if not config.export.at_end:
         return
-    weights = exported_weights(run.model, run.optimizer)
-    dtypes = exported_dtypes(run.model, weights, resolve_dtype(config.export.dtype, run.hf_config, run.model))
-    files = plan_files(plan_export(run.model, weights, dtypes), max_bytes=MAX_FILE_BYTES)
-    for groups in files.values():
-        kept = [gather_weights(weights, group.names, dtypes=dtypes, keep=run.runtime.is_main) for group in groups]
-        if run.runtime.is_main:
-            converted(run.model, kept)
-        del kept
+    gather_as_exported(
+        run.model, run.optimizer, dtype=config.export.dtype, hf_config=run.hf_config, keep=run.runtime.is_main
+    )
 
 
 def _write_from_training(tensors: Mapping[str, torch.Tensor], *, on_cpu: bool) -> None:
