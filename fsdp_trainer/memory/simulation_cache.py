@@ -1,17 +1,24 @@
 """Keep simulations on disk by content: what was simulated once is there at once, and never after anything changed.
 
-The key covers the settings, the model's own config, the GPUs, the versions of the libraries and our own source.
+The name of an entry covers the settings, the model's own config, the GPUs and the versions of the libraries. The entry
+itself lists the files of this package that the simulation used, with their hashes, and counts as long as each is as it
+was: an edit to a report's page throws nothing away. A look-up hashes those files again, without torch.
 """
 
+import ast
 import contextlib
 import hashlib
 import json
 import os
+import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, fields
 from functools import cache
 from importlib.metadata import version
+from importlib.util import resolve_name
 from pathlib import Path
+from time import time_ns
 from typing import Any
 
 from fsdp_trainer.caches import cache_folder
@@ -27,6 +34,11 @@ _TIMES = {field.name for field in fields(StepTime)}
 _LIBRARIES = ("torch", "transformers", "accelerate")
 # Settings that change neither what is held nor for how long; a path's content is in the model's config.
 _NO_MATTER = ("output_dir", "log", "schedule", "profile", "rehearse")
+_PACKAGE = Path(__file__).resolve().parents[1]
+# What a simulation uses is reached from here by imports; this module decides what is the same simulation.
+_USED_FIRST = ("fsdp_trainer.memory.simulate", __name__)
+_DATA = (".csv", ".yaml")
+_LOADED_NS = time_ns()
 
 
 def simulate_cached(
@@ -43,9 +55,11 @@ def simulate_cached(
     from fsdp_trainer.memory.simulate import simulate  # here only: an answer from the cache needs no torch
 
     made = simulate(config, hardware, expandable_segments=expandable_segments)
-    values = {name: getattr(made, name) for name in sorted(_KEPT)}
-    values["step_time"] = asdict(made.step_time) if made.step_time else None
-    _write(_place(config, hardware, expandable_segments, folder), values)
+    files = _files_used()
+    if files is not None:
+        values = {name: getattr(made, name) for name in sorted(_KEPT)}
+        values["step_time"] = asdict(made.step_time) if made.step_time else None
+        _write(_place(config, hardware, expandable_segments, folder), {**values, "files": files})
     return made
 
 
@@ -56,6 +70,7 @@ def find_simulation(
     found = _read(_place(config, hardware, expandable_segments, folder))
     if found is None:
         return None
+    del found["files"]
     found |= {"config": config.to_dict(), "gpus": str(hardware)}
     found["step_time"] = StepTime(**found["step_time"]) if found["step_time"] else None
     return Simulation(**found)
@@ -66,7 +81,7 @@ def _place(config: Config, hardware: Hardware, expandable_segments: bool, folder
 
 
 def content_key(config: Config, hardware: Hardware, expandable_segments: bool) -> str:
-    """Return a hash of everything the result depends on."""
+    """Return a hash of everything the result depends on but this package, whose files the entry lists."""
     settings: dict[str, Any] = config.to_dict()
     for name in _NO_MATTER:
         del settings[name]
@@ -76,7 +91,6 @@ def content_key(config: Config, hardware: Hardware, expandable_segments: bool) -
         "hardware": asdict(hardware),
         "expandable_segments": expandable_segments,
         "versions": {name: version(name) for name in _LIBRARIES},
-        "source": _source_hash(),
     }
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -101,24 +115,96 @@ def _model_content(model: ModelConfig) -> dict[str, str]:
     return {path.name: path.read_text(encoding="utf-8", errors="replace") for path in files if path.is_file()}
 
 
+def _files_used() -> dict[str, str] | None:
+    """Return the files of ours that a simulation in this process used, as paths in the package, each with its hash.
+
+    None where one was written since this process began: what is loaded may be what stood in it before.
+    """
+    try:
+        hashes = {name: _hash(name) for name in _names_used()}
+        # The change time, since a copy may set the other one back; looked at last, for a write while we read.
+        written = max((_PACKAGE / name).stat().st_ctime_ns for name in hashes)
+    except (OSError, SyntaxError, ValueError):  # gone, or in the middle of an edit
+        return None
+    return hashes if written < _LOADED_NS else None
+
+
+def _names_used() -> list[str]:
+    """Follow the imports of loaded modules from `_USED_FIRST`; return their files, and the data beside them.
+
+    All that is loaded would be too much: in `fsdp-trainer simulate` that is the commands and their reports as well.
+    What is reached but not loaded is an import in a function that was never called.
+    """
+    modules: dict[str, str] = {}
+    waiting = list(_USED_FIRST)
+    while waiting:
+        name = waiting.pop()
+        if name in modules or name not in sys.modules or name.partition(".")[0] != "fsdp_trainer":
+            continue
+        parent = name.rpartition(".")[0]
+        is_package = hasattr(sys.modules[name], "__path__")
+        modules[name] = "/".join([*name.split(".")[1:], *(["__init__"] if is_package else [])]) + ".py"
+        waiting.append(parent)  # its __init__ runs first
+        waiting += _imported_names((_PACKAGE / modules[name]).read_bytes(), package=name if is_package else parent)
+    folders = {(_PACKAGE / name).parent for name in modules.values()}
+    data = [path for folder in folders for path in folder.iterdir() if path.suffix in _DATA]
+    return sorted([*modules.values(), *(path.relative_to(_PACKAGE).as_posix() for path in data)])
+
+
+def _imported_names(source: bytes, *, package: str) -> Iterator[str]:
+    """Yield what may be a module in the imports of a module of `package`, those inside functions too.
+
+    Without those for type checkers. Modules that are imported by a string are not seen: only the package's own
+    `__init__` does that, for users of its public names.
+    """
+    waiting: list[ast.AST] = [ast.parse(source)]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = resolve_name("." * node.level + (node.module or ""), package)
+            yield from (base, *(f"{base}.{alias.name}" for alias in node.names))
+        elif isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            waiting += node.orelse
+        else:
+            waiting += ast.iter_child_nodes(node)
+
+
+def _hash(name: str) -> str:
+    stat = (_PACKAGE / name).stat()
+    return _hash_content(_PACKAGE / name, stat.st_ctime_ns, stat.st_size)
+
+
 @cache
-def _source_hash() -> str:
-    """Hash our own source: the run that is simulated is this code."""
-    package = Path(__file__).resolve().parents[1]
-    digest = hashlib.sha256()
-    for path in sorted([*package.rglob("*.py"), *package.rglob("*.csv")]):
-        digest.update(path.relative_to(package).as_posix().encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+def _hash_content(path: Path, changed_ns: int, size: int) -> str:
+    """Read a file again only where it was written to.
+
+    A plan looks up a hundred simulations, each of a hundred files. Once a process would be too seldom: a notebook lives
+    on after an edit, and what it asks for is simulated in new processes, from the files as they are now.
+    """
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _are_unchanged(files: Any) -> bool:
+    """Return whether `files`, as an entry has it, lists files in the package, and each is as it was."""
+    if not isinstance(files, dict) or not files:
+        return False
+    if any(name.startswith("/") or ".." in name.split("/") for name in files):  # leads elsewhere: not ours
+        return False
+    try:
+        return all(_hash(name) == value for name, value in files.items())
+    except (OSError, ValueError):  # gone, or no name of a file
+        return False
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Return what was kept; None, so that it is made anew, where nothing was or it is no simulation."""
+    """Return what was kept; None, so that it is made anew, where nothing was, it is no simulation or of other files."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    if not isinstance(found, dict) or found.keys() != _KEPT:
+    if not isinstance(found, dict) or found.keys() != _KEPT | {"files"}:
         return None
     time = found["step_time"]
     if time is not None and not (isinstance(time, dict) and time.keys() == _TIMES):
@@ -128,7 +214,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         if not isinstance(table, dict):
             return None
         sizes += table.values()
-    return found if all(isinstance(size, int) for size in sizes) else None
+    return found if all(isinstance(size, int) for size in sizes) and _are_unchanged(found["files"]) else None
 
 
 def _write(path: Path, values: dict[str, Any]) -> None:
