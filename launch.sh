@@ -90,7 +90,8 @@ case "${1:-demo}" in
     setup
     setup_tests
     cd "$root"
-    exec "$venv/bin/python" -m pytest "${@:2}"
+    unset PYTHONDONTWRITEBYTECODE # each of some hundred processes would compile the package again
+    exec "$venv/bin/python" -m pytest -n 2 "${@:2}"
     ;;
   -h | --help | help)
     sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"

@@ -1,7 +1,8 @@
 """Run a function on several processes as `accelerate launch` would start them, in a tenth of a second a test.
 
-A fork server imports torch, Transformers and Accelerate once; every rank of every test is a fork of it, so a rank
-starts with everything imported and nothing initialised. Nothing here imports torch: the test process stays light.
+A fork server, itself started warm (tests/warm.py), has imported torch, Transformers and Accelerate; every rank of every
+test is a fork of it, so a rank starts with everything imported and nothing initialised. Nothing here imports torch: the
+test process stays light.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
+
+from tests import warm
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PRELOAD = "tests.preload"
@@ -71,8 +74,42 @@ def run_ranks(
     try:
         return _collect(ranks, timeout, grace)
     finally:
-        for rank in ranks:
-            rank.stop()
+        _stop(ranks)
+
+
+def run_on_kept_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, group: str = "ours"
+) -> list[Any]:
+    """As `run_ranks`, on ranks that the last call for this world size and group left, where nothing went wrong there.
+
+    For functions that leave nothing behind that the next would notice, as the cells of a notebook: what libraries do at
+    their first use is half of a small run's time. Not for what must not know of an earlier run, such as a resumed one.
+    conftest.py ends the ranks with the file that started them.
+    """
+    ranks = _kept.pop((world_size, group), None)
+    try:
+        if ranks is None:
+            ranks = _start(function, world_size, args, {})
+        else:
+            for rank in ranks:
+                rank.ask(function, args)
+        found = _collect(ranks, timeout, GRACE_SECONDS)
+    except BaseException:
+        _stop(ranks or [])
+        raise
+    _kept[world_size, group] = ranks
+    return found
+
+
+def run_plainly(function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    """Run plain PyTorch or Transformers on one kept rank, in which no code of ours has changed anything."""
+    return run_on_kept_ranks(function, 1, *args, timeout=timeout, group="plain")
+
+
+def end_kept_ranks() -> None:
+    """End the ranks that `run_on_kept_ranks` has left."""
+    while _kept:
+        _stop(_kept.popitem()[1])
 
 
 class _Rank:
@@ -81,6 +118,10 @@ class _Rank:
     def __init__(self, process: Any, pipe: connection.Connection, stacks: Path) -> None:
         self.process, self.pipe, self.stacks = process, pipe, stacks
         self.answer: tuple[str, Any] | None = None
+
+    def ask(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
+        self.answer = None
+        self.pipe.send_bytes(pickle.dumps((function, tuple(args))))
 
     def stop(self) -> None:
         if self.answer is None:
@@ -98,6 +139,14 @@ class _Rank:
         os.kill(self.process.pid, signal.SIGUSR1)
         time.sleep(0.3)
         return self.stacks.read_text()
+
+
+_kept: dict[tuple[int, str], list[_Rank]] = {}
+
+
+def _stop(ranks: Sequence[_Rank]) -> None:
+    for rank in ranks:
+        rank.stop()
 
 
 def _start(function: Callable[..., Any], world_size: int, args: Sequence[Any], extra: dict[str, str]) -> list[_Rank]:
@@ -139,7 +188,8 @@ def _context() -> Any:
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]  # the one instance; set_forkserver_preload uses it too
     if server._forkserver_pid is None:
         context.set_forkserver_preload([PRELOAD])
-        with _environment({**IMPORT_TIME_ENVIRONMENT, "PYTHONPATH": _python_path()}):
+        names = {**IMPORT_TIME_ENVIRONMENT, "PYTHONPATH": _python_path(), warm.MARK: "1"}
+        with _environment(names), warm.spawning():
             forkserver.ensure_running()
     return context
 
@@ -177,13 +227,15 @@ def _main(
             os.environ.pop(name, None)
     with open(stacks, "w") as stacks_file:
         faulthandler.register(signal.SIGUSR1, file=stacks_file, all_threads=True)
-        # Plain pickle: torch's own reductions would pass file descriptors that die with this process.
-        pipe.send_bytes(_answer(function, args))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Ranks leave together: the others may still be receiving what this one sent in the last collective.
+        # Ranks leave together, when the pipe is closed: the others may still be receiving what this one sent in the
+        # last collective.
         with contextlib.suppress(EOFError, OSError):
-            pipe.recv_bytes()
+            while True:
+                # Plain pickle: torch's own reductions would pass file descriptors that die with this process.
+                pipe.send_bytes(_answer(function, args))
+                sys.stdout.flush()
+                sys.stderr.flush()
+                function, args = pickle.loads(pipe.recv_bytes())
     os._exit(0)  # nothing is left to do, and waiting for stray threads could hang
 
 

@@ -65,7 +65,7 @@ def train_all(cases: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def train_reference(folder: str, frozen: list[str]) -> reference.Result:
-    """Train the plain reference on the same steps, on a rank of its own."""
+    """Train the plain reference on the same steps."""
     load = reference.load
 
     def load_frozen(path: str) -> torch.nn.Module:
@@ -74,9 +74,12 @@ def train_reference(folder: str, frozen: list[str]) -> reference.Result:
             parameter.requires_grad_(not any(part in name for part in frozen))
         return model
 
-    reference.load = load_frozen  # this rank's process ends with the call
     steps = [[document for row in rows for document in row] for rows in rows_by_step()]
-    return reference.train(folder, steps, RECIPE)
+    reference.load = load_frozen
+    try:
+        return reference.train(folder, steps, RECIPE)
+    finally:
+        reference.load = load
 
 
 # Sets of cases

@@ -10,7 +10,7 @@ import torch
 
 from fsdp_trainer.errors import ConfigError
 from tests import architectures, export_runs, models, reference, step_runs, training_runs
-from tests.ranks import run_ranks
+from tests.ranks import run_on_kept_ranks, run_plainly, run_ranks
 
 # Attention that ours cannot stand in for, and logits made elsewhere.
 REFUSED: dict[str, tuple[type[Exception], str]] = {
@@ -73,11 +73,11 @@ def test_attention_sinks_take_the_eager_way_by_themselves_and_say_so() -> None:
 
 
 def check_packed_gradients(name: str, attention: str, tmp_path: Path) -> None:
-    model = run_ranks(architectures.save_architecture, 1, name, str(tmp_path / "model"))[0]
+    model = run_plainly(architectures.save_architecture, name, str(tmp_path / "model"))[0]
     _, docs = models.make_records(8, seed=13, longest=20)
     rows = [docs[index : index + 2] for index in range(0, 8, 2)]
-    got = run_ranks(step_runs.one_step, 2, settings_for(model, tmp_path, attention), rows)[0]
-    loss, gradients = run_ranks(reference.gradient_snapshot, 1, model, docs)[0]
+    got = run_on_kept_ranks(step_runs.one_step, 2, settings_for(model, tmp_path, attention), rows)[0]
+    loss, gradients = run_plainly(reference.gradient_snapshot, model, docs)[0]
     assert got["loss"] == pytest.approx(loss, rel=1e-5)
     errors = reference.relative_errors(got["gradients"], gradients)
     assert max(errors.values()) < 1e-4, sorted(errors.items(), key=lambda item: -item[1])[:5]
@@ -87,9 +87,11 @@ def check_packed_gradients(name: str, attention: str, tmp_path: Path) -> None:
 def test_export_is_what_transformers_loads_and_saves(name: str, tmp_path: Path) -> None:
     """Loaded plainly it computes what was trained, in the hub's layout, and saved again by Transformers it is equal."""
     model, target, again = (str(tmp_path / part) for part in ("source", "model", "again"))
-    run_ranks(architectures.save_architecture, 1, name, model)
-    trained = run_ranks(export_runs.train_and_export, 2, settings_for(model, tmp_path), target, {"dtype": "fp32"})[0]
-    loaded = run_ranks(export_runs.load_plainly, 1, target, again)[0]
+    run_plainly(architectures.save_architecture, name, model)
+    trained = run_on_kept_ranks(
+        export_runs.train_and_export, 2, settings_for(model, tmp_path), target, {"dtype": "fp32"}
+    )[0]
+    loaded = run_plainly(export_runs.load_plainly, target, again)[0]
     assert loaded["info"] == {}, "no missing, unexpected or mismatched tensor"
     assert torch.equal(loaded["logits"], trained["logits"])
     source, written, resaved = (training_runs.read_weights(Path(folder)) for folder in (model, target, again))
@@ -109,9 +111,9 @@ def names_kept_in_fp32() -> list[str]:
 def test_what_transformers_keeps_in_fp32_is_written_so(tmp_path: Path) -> None:
     """A persistent buffer and the routers' weights keep every bit in a bf16 export that saves again equal."""
     model, target, again = (str(tmp_path / part) for part in ("source", "model", "again"))
-    run_ranks(architectures.save_architecture, 1, "glm4_moe", model)
-    run_ranks(export_runs.train_and_export, 2, settings_for(model, tmp_path), target, {"dtype": "bf16"})
-    loaded = run_ranks(export_runs.load_plainly, 1, target, again)[0]
+    run_plainly(architectures.save_architecture, "glm4_moe", model)
+    run_on_kept_ranks(export_runs.train_and_export, 2, settings_for(model, tmp_path), target, {"dtype": "bf16"})
+    loaded = run_plainly(export_runs.load_plainly, target, again)[0]
     assert loaded["info"] == {} and loaded["dtype"] == torch.bfloat16
     source, written, resaved = (training_runs.read_weights(Path(folder)) for folder in (model, target, again))
     names = run_ranks(names_kept_in_fp32, 1)[0]  # newer Transformers has the routers' weights among them
@@ -124,24 +126,24 @@ def test_what_transformers_keeps_in_fp32_is_written_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str, tmp_path: Path) -> None:
-    model = run_ranks(architectures.save_architecture, 1, name, str(tmp_path / "model"))[0]
+    model = run_plainly(architectures.save_architecture, name, str(tmp_path / "model"))[0]
     _, docs = models.make_records(4, seed=13)
     error, words = REFUSED[name]
     with pytest.raises(error, match=words):
-        run_ranks(step_runs.one_step, 2, settings_for(model, tmp_path), [[document] for document in docs])
+        run_on_kept_ranks(step_runs.one_step, 2, settings_for(model, tmp_path), [[document] for document in docs])
 
 
 @pytest.mark.parametrize("name", architectures.HYBRIDS)
 def test_documents_do_not_leak_through_what_is_no_attention(name: str, tmp_path: Path) -> None:
     """Packed rows are refused before a weight is loaded; rows of one document each have the gradients they should."""
-    model = run_ranks(architectures.save_architecture, 1, name, str(tmp_path / "model"))[0]
+    model = run_plainly(architectures.save_architecture, name, str(tmp_path / "model"))[0]
     _, docs = models.make_records(4, seed=13, longest=20)
     rows = [[document] for document in docs]
     with pytest.raises(ConfigError, match="carry one document") as caught:
-        run_ranks(step_runs.one_step, 2, settings_for(model, tmp_path), rows)
+        run_on_kept_ranks(step_runs.one_step, 2, settings_for(model, tmp_path), rows)
     assert "layer 0" in caught.value.values and caught.value.fix == "set data.packing: false"
-    got = run_ranks(step_runs.one_step, 2, settings_for(model, tmp_path, packing=False), rows)[0]
-    loss, gradients = run_ranks(reference.gradient_snapshot, 1, model, docs)[0]
+    got = run_on_kept_ranks(step_runs.one_step, 2, settings_for(model, tmp_path, packing=False), rows)[0]
+    loss, gradients = run_plainly(reference.gradient_snapshot, model, docs)[0]
     assert got["loss"] == pytest.approx(loss, rel=1e-5)
     errors = reference.relative_errors(got["gradients"], gradients)
     assert max(errors.values()) < 1e-4, sorted(errors.items(), key=lambda item: -item[1])[:5]
@@ -177,10 +179,10 @@ def compare_in_bf16(
 @pytest.mark.parametrize("name", ["qwen3_moe", "olmo", "olmo2", "ernie4_5", "deepseek_v3", "glm4_moe", "gemma"])
 def test_bf16_computes_what_transformers_computes_in_bf16(name: str, tmp_path: Path) -> None:
     """Rotary tables and routers that a model keeps in fp32 stay in fp32 here: nothing is cast behind its back."""
-    model = run_ranks(architectures.save_architecture, 1, name, str(tmp_path / "model"))[0]
+    model = run_plainly(architectures.save_architecture, name, str(tmp_path / "model"))[0]
     _, docs = models.make_records(4, seed=13, longest=20)
     settings = settings_for(model, tmp_path, "sdpa", packing=False) | {"precision": "bf16"}
-    ours, theirs, errors = run_ranks(compare_in_bf16, 1, settings, docs)[0]
+    ours, theirs, errors = run_on_kept_ranks(compare_in_bf16, 1, settings, docs)[0]
     assert ours == pytest.approx(theirs, rel=1e-4)
     # Measured: at most 0.7 % from kernels that add up in another order; 1.6 % with the tables cast to bf16, and 22 %
     # with a router in bf16.

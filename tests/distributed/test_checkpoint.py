@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests import checkpoint_runs as runs
-from tests.ranks import run_ranks
+from tests.ranks import run_on_kept_ranks, run_ranks
 from tests.training_runs import settings
 
 ModelFolder = Callable[[str], str]
@@ -53,7 +53,7 @@ WAYS: dict[str, tuple[str, int, dict[str, Any]]] = {
 def test_resume_equals_uninterrupted_bitwise(way: str, model_folder: ModelFolder, tmp_path: Path) -> None:
     kind, world, sections = WAYS[way]
     config = tiny(model_folder(kind), tmp_path, **sections)
-    straight = run_ranks(runs.train_and_save, world, config, 4, 2, way != "zero_3")
+    straight = run_on_kept_ranks(runs.train_and_save, world, config, 4, 2, way != "zero_3")
     resumed = run_ranks(runs.resume_and_train, world, config, 4)
     for rank in range(world):
         assert runs.differing(straight[rank]["at_save"], resumed[rank]["loaded"]) == []
@@ -68,8 +68,8 @@ def test_resume_equals_uninterrupted_bitwise(way: str, model_folder: ModelFolder
 def test_save_before_first_step_changes_nothing(model_folder: ModelFolder, tmp_path: Path) -> None:
     """The kind of a dummy step that creates state (as torch's own helper takes one) and shifts the bias correction."""
     config = tiny(model_folder("llama"), tmp_path)
-    unsaved = run_ranks(runs.train_and_save, 2, config, 2, None, False)
-    saved = run_ranks(runs.train_and_save, 2, config, 2, 0, False)
+    unsaved = run_on_kept_ranks(runs.train_and_save, 2, config, 2, None, False)
+    saved = run_on_kept_ranks(runs.train_and_save, 2, config, 2, 0, False)
     resumed = run_ranks(runs.resume_and_train, 2, config, 2)
     for rank in range(2):
         assert runs.differing(unsaved[rank]["end"], saved[rank]["end"]) == []
@@ -85,7 +85,7 @@ def test_other_world_size_reads_the_same_tensors(
     before: int, after: int, sharding: dict[str, Any], model_folder: ModelFolder, tmp_path: Path
 ) -> None:
     model = model_folder("gpt2")
-    straight = run_ranks(runs.train_and_save, before, tiny(model, tmp_path), 1, 1, False)
+    straight = run_on_kept_ranks(runs.train_and_save, before, tiny(model, tmp_path), 1, 1, False)
     resumed = run_ranks(runs.resume_and_train, after, tiny(model, tmp_path, sharding=sharding), 2)
     again = run_ranks(runs.resume_and_train, after, tiny(model, tmp_path, sharding=sharding), 2)
     for rank in range(after):
@@ -307,7 +307,7 @@ def resume_problem(settings: dict[str, Any], path: str, freeze: str) -> str:
 def saved(model_folder: ModelFolder, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of a tiny Llama after one step on one rank."""
     folder = tmp_path_factory.mktemp("saved")
-    run_ranks(runs.train_and_save, 1, tiny(model_folder("llama"), folder), 1, 1, False)
+    run_on_kept_ranks(runs.train_and_save, 1, tiny(model_folder("llama"), folder), 1, 1, False)
     return folder / "checkpoints" / "step-00000001"
 
 

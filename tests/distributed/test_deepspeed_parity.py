@@ -17,7 +17,7 @@ from fsdp_trainer.interop.deepspeed import import_deepspeed
 from fsdp_trainer.interop.folder import write_import
 from fsdp_trainer.optim.schedule import scheduled_rate
 from tests import deepspeed_peer, models, training_runs
-from tests.ranks import IMPORT_TIME_ENVIRONMENT, free_port, run_ranks
+from tests.ranks import IMPORT_TIME_ENVIRONMENT, free_port, run_on_kept_ranks
 from tests.schedules import SCHEDULES
 
 RANKS, STEPS, RATES, LR = 2, 20, 40, 2e-5
@@ -123,7 +123,7 @@ def run_deepspeed(job: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def train(settings: dict[str, Any]) -> dict[str, list[float]]:
     """Run settings on two ranks and return the loss and the rate of each step."""
-    rows = [row for row in run_ranks(training_runs.train, RANKS, settings)[0]["metrics"] if "loss" in row]
+    rows = [row for row in run_on_kept_ranks(training_runs.train, RANKS, settings)[0]["metrics"] if "loss" in row]
     return {"losses": [row["loss"] for row in rows], "rates": [row["lr"] for row in rows]}
 
 
@@ -138,7 +138,7 @@ def both(
     rows = write_rows(folder / "train.jsonl")
     configs = {name: imported(name, folder, model=model, train=rows) for name in CONFIGS}
     settings = {name: config.to_dict() for name, config in configs.items()}
-    steps = run_ranks(training_runs.documents_by_step, 1, settings["stage-3"], STEPS)[0]
+    steps = run_on_kept_ranks(training_runs.documents_by_step, 1, settings["stage-3"], STEPS)[0]
     ours = {name: train(run_settings) for name, run_settings in settings.items()}
     job = {
         "model": model,

@@ -14,7 +14,7 @@ import torch
 
 from tests import checkpoint_runs, eight_bit_runs, live_phases, models, reference
 from tests.distributed.test_pure_bf16 import spoiled
-from tests.ranks import run_ranks
+from tests.ranks import run_on_kept_ranks, run_plainly, run_ranks
 from tests.training_runs import settings
 from tests.twenty_steps import ROWS, allowed_pairs, batch, covered_pairs, frozen_part, name_of, train_all
 
@@ -156,7 +156,7 @@ SPOILT: dict[str, dict[str, Any]] = {
 def test_a_step_that_is_not_finite_changes_no_code(name: str, model_folder: Folder, tmp_path: Path) -> None:
     run = settings(model_folder("llama"), "unused.jsonl", tmp_path, optim=OPTIM, batch=batch(2, 3), **SPOILT[name])
     rows = [[document] for document in models.make_records(ROWS, seed=12)[1]]
-    for found in run_ranks(spoiled, 2, run, rows):
+    for found in run_on_kept_ranks(spoiled, 2, run, rows):
         assert found == [(0.0, True), (1.0, False), (0.0, True)]
 
 
@@ -186,7 +186,7 @@ def saved_by(model_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> 
         if key not in made:
             folder = tmp_path_factory.mktemp("saved")
             run = elastic_settings(model_folder("llama"), folder, world, sharding)
-            made[key] = folder, run_ranks(eight_bit_runs.train_and_save, world, run, SAVED, TOTAL)[0]
+            made[key] = folder, run_on_kept_ranks(eight_bit_runs.train_and_save, world, run, SAVED, TOTAL)[0]
         return made[key]
 
     return get
@@ -220,9 +220,9 @@ def test_resume_over_other_ranks_goes_on_with_the_same_moments(
 
 def test_tensors_shorter_than_the_ranks_come_back_bitwise(tmp_path: Path) -> None:
     """Three rows over four ranks: one has none, and no shard is a whole number of blocks."""
-    model = run_ranks(save_flat_model, 1, str(tmp_path / "model"))[0]
+    model = run_plainly(save_flat_model, str(tmp_path / "model"))[0]
     config = elastic_settings(model, tmp_path, 4, {})
-    straight = run_ranks(checkpoint_runs.train_and_save, 4, config, 3, 2, False)
+    straight = run_on_kept_ranks(checkpoint_runs.train_and_save, 4, config, 3, 2, False)
     resumed = run_ranks(checkpoint_runs.resume_and_train, 4, config, 3)
     for rank in range(4):
         assert checkpoint_runs.differing(straight[rank]["at_save"], resumed[rank]["loaded"]) == []
@@ -266,8 +266,8 @@ def rule_bytes(whole: int, local: int, rows: int, shards: int, *, eight_bit: boo
 
 def test_state_on_two_ranks_is_the_sum_of_the_rule_and_what_is_simulated(model_folder: Folder, tmp_path: Path) -> None:
     config = elastic_settings(model_folder("llama"), tmp_path, 2, {})
-    shapes = run_ranks(weight_shapes, 1, model_folder("llama"))[0]
-    answers = run_ranks(eight_bit_runs.state_kinds, 2, config)
+    shapes = run_plainly(weight_shapes, model_folder("llama"))[0]
+    answers = run_on_kept_ranks(eight_bit_runs.state_kinds, 2, config)
     rows = [[document] for document in models.make_records(12, seed=3, shortest=12, longest=16)[1]]
     for rank, answer in enumerate(answers):
         chosen = eight_bit_runs.eight_bit_names(answer["kinds"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests import models, reference, training_runs
-from tests.ranks import run_ranks
+from tests.ranks import run_on_kept_ranks, run_plainly
 
 Folder = Callable[[str], str]
 
@@ -62,11 +62,11 @@ def test_equals_the_plain_loss_of_the_exported_weights(
         batch={"global_batch_size": 8, "micro_batch_size": micro},
         eval={"at_end": True},
     )
-    got = run_ranks(training_runs.train, world, settings)[0]
+    got = run_on_kept_ranks(training_runs.train, world, settings)[0]
     evaluated = [row for row in got["metrics"] if "eval_loss" in row]
     assert [row["step"] for row in evaluated] == [4]
     _, held_out = models.make_records(7, seed=21)
-    expected = run_ranks(plain_loss, 1, model_folder(kind), held_out, got["weights"])[0]
+    expected = run_plainly(plain_loss, model_folder(kind), held_out, got["weights"])[0]
     assert evaluated[0]["eval_loss"] == pytest.approx(expected, rel=1e-5)
 
 
@@ -85,7 +85,7 @@ def test_leaves_no_trace_in_training(zero_stage: int, model_folder: Folder, tmp_
         if evaluation is None:
             settings["data"]["eval"] = None
             settings["eval"] = {"at_end": False}
-        runs.append(run_ranks(training_runs.train, 2, settings)[0])
+        runs.append(run_on_kept_ranks(training_runs.train, 2, settings)[0])
     without, with_it = ([row["loss"] for row in run["metrics"] if "loss" in row] for run in runs)
     assert with_it == without
     evaluated = [row["eval_loss"] for row in runs[1]["metrics"] if "eval_loss" in row]

@@ -13,7 +13,7 @@ import pytest
 from tests import checkpoint_runs as runs
 from tests.export_runs import export, load_plainly, train_and_export
 from tests.models import CHAT_TEMPLATE
-from tests.ranks import run_ranks
+from tests.ranks import run_on_kept_ranks, run_plainly, run_ranks
 from tests.training_runs import read_weights, settings
 
 ModelFolder = Callable[[str], str]
@@ -40,8 +40,8 @@ def test_export_loads_plainly_and_equals_the_trained_model(
 
     source, target, again = model_folder(kind), tmp_path / "model", tmp_path / "again"
     config = tiny(source, tmp_path, sharding=sharding, activation_checkpointing={"mode": "full"})
-    trained = run_ranks(train_and_export, 2, config, str(target), {"dtype": dtype})[0]
-    loaded = run_ranks(load_plainly, 1, str(target), str(again))[0]
+    trained = run_on_kept_ranks(train_and_export, 2, config, str(target), {"dtype": dtype})[0]
+    loaded = run_plainly(load_plainly, str(target), str(again))[0]
     expected = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)  # the sources are fp32
     assert loaded["info"] == {}, "no missing, unexpected or mismatched tensor"
     assert trained["dtype"] == loaded["dtype"] == expected
@@ -75,7 +75,7 @@ def test_use_cache_is_what_the_source_says(model_folder: ModelFolder, tmp_path: 
         config = json.loads((source / "config.json").read_text()) | {"use_cache": value}
         (source / "config.json").write_text(json.dumps(config))
         target = tmp_path / f"model-{value}"
-        run_ranks(train_and_export, 1, tiny(str(source), tmp_path), str(target), {})
+        run_on_kept_ranks(train_and_export, 1, tiny(str(source), tmp_path), str(target), {})
         assert json.loads((target / "config.json").read_text())["use_cache"] is value
 
 
@@ -84,7 +84,7 @@ def test_large_model_is_split_with_an_index(model_folder: ModelFolder, tmp_path:
 
     target, again = tmp_path / "model", tmp_path / "again"
     options = {"max_file_bytes": 40_000, "dtype": "fp32"}
-    trained = run_ranks(train_and_export, 2, tiny(model_folder("llama"), tmp_path), str(target), options)[0]
+    trained = run_on_kept_ranks(train_and_export, 2, tiny(model_folder("llama"), tmp_path), str(target), options)[0]
     index = json.loads((target / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in target.glob("*.safetensors"))
     assert len(files) > 3
@@ -95,7 +95,7 @@ def test_large_model_is_split_with_an_index(model_folder: ModelFolder, tmp_path:
     assert index["weight_map"].keys() == weights.keys()
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in weights.values())
     assert index["metadata"]["total_parameters"] == sum(tensor.numel() for tensor in weights.values())
-    loaded = run_ranks(load_plainly, 1, str(target), str(again))[0]
+    loaded = run_plainly(load_plainly, str(target), str(again))[0]
     assert loaded["info"] == {}
     assert torch.equal(loaded["logits"], trained["logits"])
 
@@ -120,7 +120,7 @@ def test_head_that_came_apart_is_written_whatever_the_config_says(model_folder: 
     weights = read_weights(target)
     assert torch.equal(weights["lm_head.weight"], 2 * weights["model.embed_tokens.weight"])
     assert json.loads((target / "config.json").read_text())["tie_word_embeddings"] is False
-    loaded = run_ranks(load_plainly, 1, str(target), str(tmp_path / "again"))[0]
+    loaded = run_plainly(load_plainly, str(target), str(tmp_path / "again"))[0]
     assert loaded["info"] == {}
     assert loaded["tied"] is False
 

@@ -13,7 +13,7 @@ import pytest
 from tests import checkpoint_runs as runs
 from tests import fault_runs, models, training_runs
 from tests.export_runs import train_and_export
-from tests.ranks import run_ranks
+from tests.ranks import run_on_kept_ranks, run_ranks
 from tests.training_runs import settings
 
 ModelFolder = Callable[[str], str]
@@ -42,7 +42,7 @@ def exported(model_folder: ModelFolder, tmp_path_factory: pytest.TempPathFactory
     """A model of several files of weights, as `export` leaves it."""
     folder = tmp_path_factory.mktemp("exported")
     config = settings(model_folder("llama"), "unused.jsonl", folder)
-    run_ranks(train_and_export, 2, config, str(folder / "model"), {"max_file_bytes": 100_000})
+    run_on_kept_ranks(train_and_export, 2, config, str(folder / "model"), {"max_file_bytes": 100_000})
     assert len(list((folder / "model").glob("*.safetensors"))) == 2
     return folder / "model"
 

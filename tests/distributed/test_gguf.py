@@ -11,7 +11,7 @@ import pytest
 from fsdp_trainer.errors import CheckpointError, ConfigError
 from tests import models, training_runs
 from tests.distributed.test_loading import loaded, plain, settings_for
-from tests.ranks import run_ranks
+from tests.ranks import run_plainly, run_ranks
 
 Folder = Callable[[str], str]
 HEADS = {"q_proj": 4, "k_proj": 2}
@@ -93,7 +93,7 @@ def cache(tmp_path: Path) -> dict[str, str]:
 def test_loads_what_the_folder_held(change: str, model_folder: Folder, tmp_path: Path, cache: dict[str, str]) -> None:
     """Two ranks start at once: one converts, both read, and a second start finds it done."""
     file = run_ranks(write_gguf, 1, model_folder("llama"), str(tmp_path / "tiny.gguf"), change)[0]
-    expected = run_ranks(plain, 1, model_folder("llama"))[0]
+    expected = run_plainly(plain, model_folder("llama"))[0]
     for path in (file, str(tmp_path)):  # the file, and the folder that holds nothing else of a model
         for rank in run_ranks(loaded, 2, settings_for(path, tmp_path), environment=cache):
             assert rank.keys() == expected.keys()

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.sweeps.damage import damage_folder, save_two
 from tests import checkpoint_runs as runs
 from tests import hostile_pickles
-from tests.ranks import run_ranks
+from tests.ranks import run_on_kept_ranks, run_ranks
 from tests.training_runs import settings
 
 ModelFolder = Callable[[str], str]
@@ -29,7 +30,7 @@ def tiny(model: str, folder: Path, **sections: Any) -> dict[str, Any]:
 def saved(model_folder: ModelFolder, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of a tiny Llama after one step on two ranks."""
     folder = tmp_path_factory.mktemp("saved")
-    run_ranks(runs.train_and_save, 2, tiny(model_folder("llama"), folder), 1, 1, False)
+    run_on_kept_ranks(runs.train_and_save, 2, tiny(model_folder("llama"), folder), 1, 1, False)
     return folder / "checkpoints" / "step-00000001"
 
 
@@ -280,8 +281,6 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(saved: Path
 
 
 def damaged_in_every_way(first: str, other: str) -> tuple[dict[str, int], dict[str, int], int]:
-    from benchmarks.damage import damage_folder
-
     count = damage_folder(Path(first), flips=200, others=40, clean=30, seed=11, other=Path(other))
     return dict(count.tried), dict(count.found), count.false_alarms
 
@@ -289,8 +288,8 @@ def damaged_in_every_way(first: str, other: str) -> tuple[dict[str, int], dict[s
 def test_every_damage_is_found_and_no_intact_one_refused(
     saved: Path, model_folder: ModelFolder, tmp_path: Path
 ) -> None:
-    """A seeded share of `python -m benchmarks.damage`."""
-    run_ranks(runs.train_and_save, 2, tiny(model_folder("llama"), tmp_path), 2, 2, False)
+    """A seeded share of `python -m benchmarks.sweeps.damage`."""
+    run_on_kept_ranks(runs.train_and_save, 2, tiny(model_folder("llama"), tmp_path), 2, 2, False)
     other = tmp_path / "checkpoints" / "step-00000002"
     tried, found, false_alarms = run_ranks(damaged_in_every_way, 1, str(saved), str(other), timeout=120.0)[0]
     assert found == tried
@@ -298,20 +297,10 @@ def test_every_damage_is_found_and_no_intact_one_refused(
     assert false_alarms == 0
 
 
-def export_two(settings: dict[str, Any], folder: str) -> None:
-    """Export the same run after one step and after two, in several files."""
-    from tests.export_runs import export
-
-    run = runs.build(settings)
-    for step in (1, 2):
-        runs.take_steps(run, step - 1, step)
-        export(run, Path(folder) / f"model-{step}", max_file_bytes=100_000)
-
-
 def test_every_damage_of_an_export_is_found_and_no_intact_one_refused(
     model_folder: ModelFolder, tmp_path: Path
 ) -> None:
-    run_ranks(export_two, 2, tiny(model_folder("llama"), tmp_path), str(tmp_path))
+    run_ranks(save_two, 2, tiny(model_folder("llama"), tmp_path), str(tmp_path))
     folders = [str(tmp_path / f"model-{step}") for step in (1, 2)]
     tried, found, false_alarms = run_ranks(damaged_in_every_way, 1, *folders, timeout=120.0)[0]
     assert found == tried
@@ -335,7 +324,7 @@ def verified(folder: str) -> str:
 
 
 def test_the_command_verifies_checkpoints_and_exports(saved: Path, model_folder: ModelFolder, tmp_path: Path) -> None:
-    run_ranks(export_two, 1, tiny(model_folder("llama"), tmp_path), str(tmp_path))
+    run_ranks(save_two, 1, tiny(model_folder("llama"), tmp_path), str(tmp_path))
     checkpoint = Path(shutil.copytree(saved, tmp_path / saved.name))
     for folder, file in ((checkpoint, "__0_0.distcp"), (tmp_path / "model-1", "config.json")):
         assert "every byte is as it was written" in run_ranks(verified, 1, str(folder))[0]

@@ -14,7 +14,7 @@ import pytest
 
 from tests import models, reference, step_runs, training_runs
 from tests.models import Document
-from tests.ranks import run_ranks
+from tests.ranks import run_on_kept_ranks, run_plainly, run_ranks
 
 Folder = Callable[[str], str]
 
@@ -33,7 +33,7 @@ def documents(supervised: list[int], *, length: int = 31, seed: int = 3) -> list
 
 
 def check_gradients(got: dict[str, Any], model: str, docs: list[Document], *, within: float = 1e-5) -> None:
-    loss, gradients = run_ranks(reference.gradient_snapshot, 1, model, docs)[0]
+    loss, gradients = run_plainly(reference.gradient_snapshot, model, docs)[0]
     assert got["loss"] == pytest.approx(loss, rel=1e-5)
     errors = reference.relative_errors(got["gradients"], gradients)
     assert max(errors.values()) < within, sorted(errors.items(), key=lambda item: -item[1])[:5]
@@ -60,7 +60,7 @@ def test_a_rank_with_one_label_weighs_one_label(stage: str, model_folder: Folder
         optim={"max_grad_norm": None},
         batch={"global_batch_size": 2, "micro_batch_size": 1},
     )
-    both = run_ranks(step_runs.one_step, 2, settings, [[document] for document in docs])
+    both = run_on_kept_ranks(step_runs.one_step, 2, settings, [[document] for document in docs])
     check_gradients(both[0], model_folder("llama"), docs)
     assert both[0]["loss"] == both[1]["loss"]
     assert both[0]["grad_norm"] == both[1]["grad_norm"]
@@ -77,7 +77,7 @@ def test_accumulated_gradients_equal_one_batch(stage: str, model_folder: Folder,
         optim={"max_grad_norm": None},
         batch={"global_batch_size": 8, "micro_batch_size": 1},
     )
-    got = run_ranks(step_runs.one_step, 2, settings, [[document] for document in docs])[0]
+    got = run_on_kept_ranks(step_runs.one_step, 2, settings, [[document] for document in docs])[0]
     check_gradients(got, model_folder("llama_tied"), docs)
 
 
@@ -95,7 +95,7 @@ def test_a_rank_without_labels_takes_part(
         optim={"max_grad_norm": None},
         batch={"global_batch_size": len(docs), "micro_batch_size": 1},
     )
-    got = run_ranks(step_runs.one_step, 2, settings, [[document] for document in docs])[0]
+    got = run_on_kept_ranks(step_runs.one_step, 2, settings, [[document] for document in docs])[0]
     check_gradients(got, model_folder("llama"), docs)
 
 
@@ -108,7 +108,7 @@ def test_a_rank_without_rows_takes_part(model_folder: Folder, tmp_path: Path) ->
         optim={"max_grad_norm": None},
         batch={"global_batch_size": 2, "micro_batch_size": 1},
     )
-    got = run_ranks(step_runs.one_step, 2, settings, [docs])[0]
+    got = run_on_kept_ranks(step_runs.one_step, 2, settings, [docs])[0]
     check_gradients(got, model_folder("gpt2"), docs)
 
 
@@ -123,8 +123,8 @@ def test_loss_is_fp32(precision: str, within: float, model_folder: Folder, tmp_p
         optim={"max_grad_norm": None},
         batch={"global_batch_size": 2, "micro_batch_size": 1},
     )
-    got = run_ranks(step_runs.one_step, 2, settings, [[document] for document in docs])[0]
-    loss, gradients = run_ranks(reference.gradient_snapshot, 1, model_folder("llama"), docs)[0]
+    got = run_on_kept_ranks(step_runs.one_step, 2, settings, [[document] for document in docs])[0]
+    loss, gradients = run_plainly(reference.gradient_snapshot, model_folder("llama"), docs)[0]
     assert got["loss_dtype"] == "torch.float32"
     assert got["loss"] == pytest.approx(loss, rel=1e-3)
     errors = reference.relative_errors(got["gradients"], gradients)
@@ -144,11 +144,11 @@ def test_short_last_window_steps_once(world_size: int, model_folder: Folder, tmp
         batch={"global_batch_size": 4, "micro_batch_size": 1},
         train={"max_steps": None, "epochs": 2},
     )
-    plan = run_ranks(training_runs.documents_by_step, 1, settings, 6)[0]
+    plan = run_on_kept_ranks(training_runs.documents_by_step, 1, settings, 6)[0]
     assert [len(step) for step in plan] == [4, 4, 2, 4, 4, 2]
     recipe = reference.Recipe(weight_decay=0.0, min_lr_ratio=0.25, total_steps=6)
-    expected = run_ranks(reference.train, 1, model_folder("llama"), plan, recipe)[0]
-    got = run_ranks(training_runs.train, world_size, settings)[0]
+    expected = run_plainly(reference.train, model_folder("llama"), plan, recipe)[0]
+    got = run_on_kept_ranks(training_runs.train, world_size, settings)[0]
     rows = [row for row in got["metrics"] if "loss" in row]
     assert [row["loss"] for row in rows] == pytest.approx(expected.losses, rel=1e-5)
     assert [row["supervised_tokens"] for row in rows] == [sum(sum(d.supervised) for d in step) for step in plan]
@@ -173,8 +173,8 @@ def test_records_whose_answer_is_cut_off(packing: bool, model_folder: Folder, tm
         batch={"global_batch_size": 8, "micro_batch_size": 1},
         train={"max_steps": 4},
     )
-    got = run_ranks(training_runs.train, 2, settings)[0]
-    loss, _ = run_ranks(reference.gradient_snapshot, 1, model_folder("llama"), docs)[0]
+    got = run_on_kept_ranks(training_runs.train, 2, settings)[0]
+    loss, _ = run_plainly(reference.gradient_snapshot, model_folder("llama"), docs)[0]
     rows = [row for row in got["metrics"] if "loss" in row]
     assert rows[0]["loss"] == pytest.approx(loss, rel=1e-5)
     assert rows[0]["supervised_tokens"] == sum(sum(document.supervised) for document in docs)
@@ -202,6 +202,6 @@ def test_two_runs_in_one_process_are_two_runs(world_size: int, model_folder: Fol
         )
     both = run_ranks(train_twice, world_size, *runs, timeout=90)[0]
     runs[1]["output_dir"] = str(tmp_path / "alone")
-    alone = run_ranks(training_runs.train, world_size, runs[1])[0]
+    alone = run_on_kept_ranks(training_runs.train, world_size, runs[1])[0]
     assert [row["loss"] for row in both[1]["metrics"]] == [row["loss"] for row in alone["metrics"]]
     assert all(tensor.equal(alone["weights"][name]) for name, tensor in both[1]["weights"].items())

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests import models, reference, step_runs, training_runs
-from tests.ranks import run_ranks
+from tests.ranks import run_on_kept_ranks, run_plainly
 
 Folder = Callable[[str], str]
 ALL_STAGES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -40,7 +40,7 @@ def one_step(
         optim={"max_grad_norm": max_grad_norm},
         batch={"global_batch_size": 12, "micro_batch_size": 12 // (2 * world) if world != 4 else 3},
     )
-    return run_ranks(step_runs.one_step, world, settings, [[document] for document in docs])[0], docs
+    return run_on_kept_ranks(step_runs.one_step, world, settings, [[document] for document in docs])[0], docs
 
 
 @pytest.mark.parametrize("stage", ALL_STAGES)
@@ -48,7 +48,7 @@ def test_clips_by_the_global_norm(stage: str, model_folder: Folder, tmp_path: Pa
     """Report 16: a rank's own norm, or gradients counted world_size times, would clip by something else."""
     world, sharding = ALL_STAGES[stage]
     got, docs = one_step(model_folder("qwen3"), tmp_path, world, sharding, 0.1)
-    _, gradients = run_ranks(reference.gradient_snapshot, 1, model_folder("qwen3"), docs)[0]
+    _, gradients = run_plainly(reference.gradient_snapshot, model_folder("qwen3"), docs)[0]
     norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
     assert norm > 0.2, "the limit must bite"
     assert got["grad_norm"] == pytest.approx(norm, rel=1e-5)
@@ -60,11 +60,11 @@ def test_clips_by_the_global_norm(stage: str, model_folder: Folder, tmp_path: Pa
 def test_zero_is_off(off: float | None, model_folder: Folder, tmp_path: Path) -> None:
     """Report 18: read as a number, 0 would clip every gradient to nothing."""
     got, docs = one_step(model_folder("qwen3"), tmp_path, 2, {"zero_stage": 3}, off)
-    _, gradients = run_ranks(reference.gradient_snapshot, 1, model_folder("qwen3"), docs)[0]
+    _, gradients = run_plainly(reference.gradient_snapshot, model_folder("qwen3"), docs)[0]
     assert max(reference.relative_errors(got["gradients"], gradients).values()) < 1e-4
 
 
 def test_a_small_gradient_is_left_alone(model_folder: Folder, tmp_path: Path) -> None:
     got, docs = one_step(model_folder("qwen3"), tmp_path, 2, {"zero_stage": 3}, 1e6)
-    _, gradients = run_ranks(reference.gradient_snapshot, 1, model_folder("qwen3"), docs)[0]
+    _, gradients = run_plainly(reference.gradient_snapshot, model_folder("qwen3"), docs)[0]
     assert max(reference.relative_errors(got["gradients"], gradients).values()) < 1e-4

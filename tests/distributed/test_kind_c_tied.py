@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests import models, reference, step_runs, training_runs
-from tests.ranks import run_ranks
+from tests.ranks import run_on_kept_ranks, run_plainly
 
 Folder = Callable[[str], str]
 TIED_KINDS = [kind for kind, tied in models.TIED.items() if tied and kind != "gpt2_dropout"]
@@ -48,7 +48,7 @@ def test_first_step_of_a_tied_model(kind: str, zero_stage: int, model_folder: Fo
         optim={"max_grad_norm": None},
         batch={"global_batch_size": 8, "micro_batch_size": 2},
     )
-    got = run_ranks(step_and_look, 2, settings, [[document] for document in docs])
+    got = run_on_kept_ranks(step_and_look, 2, settings, [[document] for document in docs])
     assert [(rank["tied"], rank["equal"], rank["in_optimizer"]) for rank in got] == [(True, True, 1)] * 2
-    _, gradients = run_ranks(reference.gradient_snapshot, 1, model_folder(kind), docs)[0]
+    _, gradients = run_plainly(reference.gradient_snapshot, model_folder(kind), docs)[0]
     assert max(reference.relative_errors(got[0]["gradients"], gradients).values()) < 1e-4

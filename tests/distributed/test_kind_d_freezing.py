@@ -11,7 +11,7 @@ import torch
 
 from fsdp_trainer.errors import ConfigError
 from tests import checkpoint_runs, models, reference, step_runs, training_runs
-from tests.ranks import run_ranks
+from tests.ranks import run_on_kept_ranks, run_plainly, run_ranks
 
 ModelFolder = Callable[[str], str]
 LAYER_0 = ["model.layers.0", "model.layers.2.*norm*"]
@@ -55,8 +55,8 @@ def test_the_others_have_the_gradients_they_had(
     settings = settings_for(
         model, tmp_path, LAYER_0, sharding=sharding, activation_checkpointing={"mode": checkpointing}
     )
-    got = run_ranks(step_runs.one_step, 2, settings, rows_of())[0]
-    loss, gradients = run_ranks(reference.gradient_snapshot, 1, model, [row[0] for row in rows_of()])[0]
+    got = run_on_kept_ranks(step_runs.one_step, 2, settings, rows_of())[0]
+    loss, gradients = run_plainly(reference.gradient_snapshot, model, [row[0] for row in rows_of()])[0]
     trained = {name: gradient for name, gradient in gradients.items() if not is_frozen(name)}
     assert len(trained) == len(gradients) - 11
     assert got["loss"] == pytest.approx(loss, rel=1e-5)
@@ -77,11 +77,11 @@ def described(settings: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("pattern", ["model.embed_tokens", "lm_head.weight", "*embed*"])
 def test_a_tied_head_is_frozen_with_its_embedding(pattern: str, model_folder: ModelFolder, tmp_path: Path) -> None:
     settings = settings_for(model_folder("qwen3_tied"), tmp_path, [pattern])
-    found = run_ranks(described, 2, settings)[0]
+    found = run_on_kept_ranks(described, 2, settings)[0]
     assert found["frozen"] == ["model.embed_tokens.weight"]
     assert not set(found["frozen"]) & set(found["trained"])
     assert any(line.startswith("frozen: ") and "model.embed_tokens.weight" in line for line in found["facts"])
-    got = run_ranks(step_runs.one_step, 2, settings, rows_of())[0]
+    got = run_on_kept_ranks(step_runs.one_step, 2, settings, rows_of())[0]
     assert "model.embed_tokens.weight" not in got["gradients"]
     assert got["after"]["model.embed_tokens.weight"].equal(got["before"]["model.embed_tokens.weight"])
 
@@ -94,7 +94,7 @@ def test_pattern_that_cannot_be_meant_is_refused(
     freeze: list[str], said: str, model_folder: ModelFolder, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        run_ranks(described, 1, settings_for(model_folder("llama"), tmp_path, freeze))
+        run_on_kept_ranks(described, 1, settings_for(model_folder("llama"), tmp_path, freeze))
     assert said in caught.value.values
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests import models, reference, step_runs, training_runs
-from tests.ranks import run_ranks
+from tests.ranks import run_on_kept_ranks, run_plainly
 
 Folder = Callable[[str], str]
 STAGES = {
@@ -55,8 +55,8 @@ def test_decay_leaves_norms_biases_and_embeddings(kind: str, stage: str, model_f
         optim={"weight_decay": 0.5},
         batch={"global_batch_size": 2, "micro_batch_size": 1},
     )
-    got = run_ranks(decay_with_zero_gradients, 2, settings, [[document] for document in docs])[0]
-    decayed = run_ranks(names_that_decay, 1, model_folder(kind))[0]
+    got = run_on_kept_ranks(decay_with_zero_gradients, 2, settings, [[document] for document in docs])[0]
+    decayed = run_plainly(names_that_decay, model_folder(kind))[0]
     assert 0 < len(decayed) < len(got["factor"])
     for name, factor in got["factor"].items():
         expected = 0.95 if name in decayed else 1.0
@@ -113,7 +113,7 @@ def test_optimizer_holds_the_models_own_shards(
         tmp_path,
         batch={"global_batch_size": 6, "micro_batch_size": 1},
     )
-    for rank in run_ranks(look_at_parameters, world_size, settings, [[document] for document in docs]):
+    for rank in run_on_kept_ranks(look_at_parameters, world_size, settings, [[document] for document in docs]):
         assert sorted(rank["held"]) == sorted(rank["group_names"]) == sorted(rank["names"])
         assert rank["held"] == rank["group_names"]
         assert rank["moved"] == set(rank["names"])

@@ -19,7 +19,7 @@ import pytest
 from tests import checkpoint_runs as runs
 from tests import fault_runs, models, training_runs
 from tests.export_runs import load_plainly
-from tests.ranks import run_ranks
+from tests.ranks import run_on_kept_ranks, run_plainly, run_ranks
 
 ModelFolder = Callable[[str], str]
 
@@ -35,7 +35,7 @@ def test_39_names_do_not_know_activation_checkpointing(
         )
         for mode in (saved_with, resumed_with)
     }
-    straight = run_ranks(runs.train_and_save, 2, modes[saved_with], 4, 2, False)
+    straight = run_on_kept_ranks(runs.train_and_save, 2, modes[saved_with], 4, 2, False)
     resumed = run_ranks(runs.resume_and_train, 2, modes[resumed_with], 4)
     for rank in range(2):
         assert runs.differing(straight[rank]["end"], resumed[rank]["end"]) == []
@@ -81,10 +81,10 @@ def test_38_41_43_50_what_a_run_leaves_is_a_model(dtype: str, model_folder: Mode
     assert configs[0].pop("dtype") == expected.removeprefix("torch.")
     configs[1].pop("dtype")
     assert configs[0] == configs[1], "use_cache and all else is as it was"
-    loaded = run_ranks(load_plainly, 1, str(tmp_path / "run" / "model"), str(tmp_path / "again"))[0]
+    loaded = run_plainly(load_plainly, str(tmp_path / "run" / "model"), str(tmp_path / "again"))[0]
     assert loaded["info"] == {}
     assert loaded["chat_template"] == models.CHAT_TEMPLATE
-    assert loaded["ids"] == run_ranks(load_plainly, 1, str(source), str(tmp_path / "twice"))[0]["ids"]
+    assert loaded["ids"] == run_plainly(load_plainly, str(source), str(tmp_path / "twice"))[0]["ids"]
 
 
 # Files as models on the hub have them: the code of the config does not know that of the model.

@@ -15,7 +15,7 @@ import torch
 
 from fsdp_trainer.errors import NonFiniteError
 from tests import models, reference, step_runs, training_runs
-from tests.ranks import run_ranks
+from tests.ranks import run_on_kept_ranks, run_plainly
 
 Folder = Callable[[str], str]
 
@@ -46,7 +46,7 @@ def test_rates_do_not_depend_on_the_world_size(
         train={"max_steps": 6},
     )
     settings["schedule"] = schedule
-    got = run_ranks(training_runs.train, world_size, settings)[0]
+    got = run_on_kept_ranks(training_runs.train, world_size, settings)[0]
     rates = [row["lr"] for row in got["metrics"] if "loss" in row]
     assert rates == pytest.approx([0.002 * share for share in expected], rel=1e-5, abs=1e-12)
 
@@ -66,7 +66,7 @@ def with_large_gradients(source: str, target: Path) -> str:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_an_overflow_does_not_move_the_schedule(world_size: int, model_folder: Folder, tmp_path: Path) -> None:
     """Report 66: with a fused optimizer the scaler calls step() also when it skips; the rate must stay where it is."""
-    model = run_ranks(with_large_gradients, 1, model_folder("llama"), tmp_path / "model")[0]
+    model = run_plainly(with_large_gradients, model_folder("llama"), tmp_path / "model")[0]
     records, _ = models.make_records(8, seed=1)
     settings = training_runs.settings(
         model,
@@ -78,7 +78,7 @@ def test_an_overflow_does_not_move_the_schedule(world_size: int, model_folder: F
         batch={"global_batch_size": 4, "micro_batch_size": 1},
         train={"max_steps": 12},
     )
-    got = run_ranks(training_runs.train, world_size, settings)[0]
+    got = run_on_kept_ranks(training_runs.train, world_size, settings)[0]
     rows = [row for row in got["metrics"] if "loss" in row]
     skipped = [row["grad_norm"] is None for row in rows]  # not finite, which JSON has no number for
     assert skipped[0], "the first scale overflows"
@@ -149,7 +149,7 @@ def test_one_ranks_infinite_gradient_is_skipped_by_all(
         train={"on_nonfinite": "skip"},
         batch={"global_batch_size": 2 * world, "micro_batch_size": 1},
     )
-    ranks = run_ranks(inject, world, settings, [[document] for document in docs], 1, world - 1)
+    ranks = run_on_kept_ranks(inject, world, settings, [[document] for document in docs], 1, world - 1)
     assert ranks == [ranks[0]] * world
     total = ranks[0][0][2]
     scales = (65536.0, 32768.0, 32768.0) if precision == "fp16" else (None, None, None)
@@ -176,7 +176,7 @@ def test_nonfinite_ends_the_run_on_all_ranks(
     on_nonfinite: str, steps: int, model_folder: Folder, tmp_path: Path
 ) -> None:
     """error stops at once; skip gives up after three in a row. Both name the step and its rows."""
-    model = run_ranks(with_a_nan_weight, 1, model_folder("llama"), tmp_path / "model")[0]
+    model = run_plainly(with_a_nan_weight, model_folder("llama"), tmp_path / "model")[0]
     records, _ = models.make_records(8, seed=1)
     settings = training_runs.settings(
         model,
@@ -186,7 +186,7 @@ def test_nonfinite_ends_the_run_on_all_ranks(
         batch={"global_batch_size": 4, "micro_batch_size": 2},
     )
     with pytest.raises(NonFiniteError) as caught:
-        run_ranks(training_runs.train, 2, settings)
+        run_on_kept_ranks(training_runs.train, 2, settings)
     assert f"step {steps + 1}" in caught.value.values
     assert "rows" in caught.value.values
     assert ("on_nonfinite: skip" in caught.value.fix) == (on_nonfinite == "error"), "no advice to set what is set"

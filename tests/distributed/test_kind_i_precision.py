@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests import models, step_runs, training_runs
-from tests.ranks import run_ranks
+from tests.ranks import run_on_kept_ranks, run_plainly
 
 Folder = Callable[[str], str]
 
@@ -64,7 +64,7 @@ def test_masters_are_fp32_and_every_kind_of_weight_moves(
     source_dtype: str, precision: str, model_folder: Folder, tmp_path: Path
 ) -> None:
     """Reports 67, 68 and 70: no norm weight near 1 moves by 1e-4 in bf16, and fp16 weights cannot be unscaled."""
-    model = run_ranks(save_in, 1, model_folder("llama"), tmp_path / "model", source_dtype)[0]
+    model = run_plainly(save_in, model_folder("llama"), tmp_path / "model", source_dtype)[0]
     _, docs = models.make_records(8, seed=12)
     settings = training_runs.settings(
         model,
@@ -73,7 +73,7 @@ def test_masters_are_fp32_and_every_kind_of_weight_moves(
         precision=precision,
         batch={"global_batch_size": 8, "micro_batch_size": 2},
     )
-    got = run_ranks(steps_and_dtypes, 2, settings, [[document] for document in docs], 20)[0]
+    got = run_on_kept_ranks(steps_and_dtypes, 2, settings, [[document] for document in docs], 20)[0]
     compute = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.float32"}[precision]
     assert got["inside"] == {compute}
     assert got["parameters"] == got["state"] == {"torch.float32"}
@@ -108,8 +108,8 @@ def test_buffers_are_those_of_a_plain_model_on_every_rank(kind: str, model_folde
         precision="bf16",
         batch={"global_batch_size": 2, "micro_batch_size": 1},
     )
-    plain = run_ranks(buffers_of_a_plain_model, 1, model_folder(kind))[0]
-    for rank in run_ranks(buffers_of, 2, settings):
+    plain = run_plainly(buffers_of_a_plain_model, model_folder(kind))[0]
+    for rank in run_on_kept_ranks(buffers_of, 2, settings):
         assert rank.keys() == plain.keys()
         assert all(buffer.equal(plain[name]) and buffer.dtype == plain[name].dtype for name, buffer in rank.items())
 
@@ -133,5 +133,5 @@ def test_the_loss_is_scaled_in_fp32(precision: str, model_folder: Folder, tmp_pa
     """1/255 lies halfway between two numbers of bf16: rounded, it would scale a whole step's gradient by 0.4 %."""
     _, docs = models.make_records(4, seed=3)
     settings = training_runs.settings(model_folder("llama"), "unused.jsonl", tmp_path, precision=precision)
-    for at_256, at_255 in run_ranks(norms_by_denominator, 2, settings, [[document] for document in docs]):
+    for at_256, at_255 in run_on_kept_ranks(norms_by_denominator, 2, settings, [[document] for document in docs]):
         assert at_255 / at_256 == pytest.approx(256 / 255, rel=1.5e-3)  # gradients in bf16 are off by 4e-4 themselves

@@ -17,7 +17,7 @@ from fsdp_trainer.config import Config
 from fsdp_trainer.errors import ConfigError
 from tests import checkpoint_runs as runs
 from tests import eight_bit_runs, models, training_runs
-from tests.ranks import run_ranks
+from tests.ranks import run_on_kept_ranks, run_ranks
 from tests.training_runs import settings
 
 Folder = Callable[[str], str]
@@ -49,7 +49,9 @@ def test_kind_76_77_the_same_tensors_are_8bit_in_every_layout(
     """Reports 73, 76, 77 and 79: a step is taken on shards of every kind and on the host, and what is a norm, a bias or
     an embedding has fp32 moments in each."""
     world, sections = LAYOUTS[layout]
-    for rank in run_ranks(eight_bit_runs.state_kinds, world, eight_bit(model_folder("llama"), tmp_path, **sections)):
+    for rank in run_on_kept_ranks(
+        eight_bit_runs.state_kinds, world, eight_bit(model_folder("llama"), tmp_path, **sections)
+    ):
         assert eight_bit_runs.eight_bit_names(rank["kinds"]) == MLP | {"lm_head.weight"}
         for name, state in rank["kinds"].items():
             if name not in MLP | {"lm_head.weight"}:
@@ -58,14 +60,14 @@ def test_kind_76_77_the_same_tensors_are_8bit_in_every_layout(
 
 def test_kind_77_a_tied_head_is_an_embedding(model_folder: Folder, tmp_path: Path) -> None:
     """Report 77: whatever name it goes by."""
-    for rank in run_ranks(eight_bit_runs.state_kinds, 2, eight_bit(model_folder("llama_tied"), tmp_path)):
+    for rank in run_on_kept_ranks(eight_bit_runs.state_kinds, 2, eight_bit(model_folder("llama_tied"), tmp_path)):
         assert eight_bit_runs.eight_bit_names(rank["kinds"]) == MLP
         assert rank["kinds"]["model.embed_tokens.weight"] == {"exp_avg": "float32", "exp_avg_sq": "float32"}
 
 
 def test_kind_78_prepare_leaves_the_optimizer_as_it_is(model_folder: Folder, tmp_path: Path) -> None:
     """Report 78: the same object, still with codes; another one would take four times the memory."""
-    for rank in run_ranks(eight_bit_runs.state_kinds, 2, eight_bit(model_folder("llama"), tmp_path)):
+    for rank in run_on_kept_ranks(eight_bit_runs.state_kinds, 2, eight_bit(model_folder("llama"), tmp_path)):
         assert rank["optimizer"] == "ShardedAdamW"
         assert rank["same"]
         assert sum("8 bits" in fact for fact in rank["facts"]) == 1
@@ -79,7 +81,7 @@ def test_kind_78_prepare_leaves_the_optimizer_as_it_is(model_folder: Folder, tmp
 def test_kind_74_75_every_ranks_codes_and_scales_come_back(world: int, model_folder: Folder, tmp_path: Path) -> None:
     """Reports 74 and 75: one rank's half saved for all, or nothing of the others at all."""
     config = eight_bit(model_folder("llama"), tmp_path)
-    straight = run_ranks(runs.train_and_save, world, config, 3, 2, True)
+    straight = run_on_kept_ranks(runs.train_and_save, world, config, 3, 2, True)
     resumed = run_ranks(runs.resume_and_train, world, config, 3)
     digests = [
         {name: digest for name, digest in rank["at_save"].items() if "codes" in name or "absmax" in name}
@@ -108,7 +110,7 @@ def test_kind_74_a_stopped_run_goes_on_as_the_uninterrupted_one(model_folder: Fo
                 train={"max_steps": max_steps},
                 checkpoint={"every_steps": 3, "resume": "auto"},
             )
-            found[name] = run_ranks(training_runs.train, 2, run, timeout=120)[0]
+            found[name] = run_on_kept_ranks(training_runs.train, 2, run, timeout=120)[0]
     losses = [[row["loss"] for row in found[name]["metrics"] if "loss" in row] for name in found]
     assert losses[0] == losses[1] and len(losses[0]) == 6
     assert losses[0][-1] < losses[0][0]
@@ -138,5 +140,5 @@ def test_kind_79_paged_moments_never_become_plain_ones_in_silence(model_folder: 
     """Report 79: on a CPU, where bitsandbytes warns and goes on without."""
     run = settings(model_folder("llama"), "unused.jsonl", tmp_path, optim={"name": "paged_adamw_8bit"})
     with pytest.raises(ConfigError, match="paged_adamw_8bit on cpu") as caught:
-        run_ranks(eight_bit_runs.state_kinds, 1, run)
+        run_on_kept_ranks(eight_bit_runs.state_kinds, 1, run)
     assert "optim.name: adamw_8bit" in str(caught.value)

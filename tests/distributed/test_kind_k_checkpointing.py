@@ -16,7 +16,7 @@ import torch
 from fsdp_trainer.activation_checkpointing import layers_to_checkpoint
 from fsdp_trainer.errors import ConfigError
 from tests import models, reference, step_runs, training_runs
-from tests.ranks import run_ranks
+from tests.ranks import run_on_kept_ranks, run_plainly, run_ranks
 
 Folder = Callable[[str], str]
 MODES: dict[str, dict[str, Any]] = {
@@ -72,7 +72,7 @@ def dropout_losses(run_settings: dict[str, Any], documents: list[list[models.Doc
 
 def test_dropout_is_repeatable_and_differs_between_steps_and_ranks(model_folder: Folder, tmp_path: Path) -> None:
     settings = settings_for(model_folder("gpt2_dropout"), tmp_path, "full")
-    first, second = (run_ranks(dropout_losses, 2, settings, rows())[0] for _ in range(2))
+    first, second = (run_on_kept_ranks(dropout_losses, 2, settings, rows())[0] for _ in range(2))
     assert first == second
     losses, masks = first
     assert losses[0] != losses[1]
@@ -85,7 +85,7 @@ def test_dropout_is_repeatable_and_differs_between_steps_and_ranks(model_folder:
         batch={"global_batch_size": 8, "micro_batch_size": 2},
         train={"seed": 8},
     )
-    assert run_ranks(dropout_losses, 2, other, rows())[0][0] != losses
+    assert run_on_kept_ranks(dropout_losses, 2, other, rows())[0][0] != losses
 
 
 @pytest.mark.parametrize(
@@ -175,8 +175,8 @@ def step_with_cache_asked_for(run_settings: dict[str, Any], documents: list[list
 def test_cache_and_checkpointing(model_folder: Folder, tmp_path: Path) -> None:
     """Report 84: a cache inside a recomputed layer is appended to twice; the config may well ask for one."""
     settings = settings_for(model_folder("llama"), tmp_path, "full")
-    got = run_ranks(step_with_cache_asked_for, 2, settings, rows())[0]
-    loss, _ = run_ranks(reference.gradient_snapshot, 1, model_folder("llama"), [row[0] for row in rows()])[0]
+    got = run_on_kept_ranks(step_with_cache_asked_for, 2, settings, rows())[0]
+    loss, _ = run_plainly(reference.gradient_snapshot, model_folder("llama"), [row[0] for row in rows()])[0]
     assert got["loss"] == pytest.approx(loss, rel=1e-5)
     assert got["warnings"] == []
     assert got["source_use_cache"] is True, "the export takes its config from the source"
@@ -198,7 +198,7 @@ def gathers_of_a_step(run_settings: dict[str, Any], documents: list[list[models.
 def test_recomputation_gathers_nothing_more(model_folder: Folder, tmp_path: Path) -> None:
     """Reports 87 and 90: checkpoint(FSDP(layer)) gathers a layer's weights once more than FSDP(checkpoint(layer))."""
     counts = [
-        run_ranks(gathers_of_a_step, 2, settings_for(model_folder("llama"), tmp_path, mode), rows())[0]
+        run_on_kept_ranks(gathers_of_a_step, 2, settings_for(model_folder("llama"), tmp_path, mode), rows())[0]
         for mode in ("none", "full")
     ]
     assert counts[0] == counts[1]

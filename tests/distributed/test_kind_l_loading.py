@@ -18,7 +18,7 @@ import torch
 from fsdp_trainer.errors import CheckpointError, ConfigError, FsdpTrainerError
 from tests import architectures, models, reference, step_runs, training_runs
 from tests.distributed.test_loading import check, loaded, plain, settings_for
-from tests.ranks import run_ranks
+from tests.ranks import run_on_kept_ranks, run_plainly, run_ranks
 
 Folder = Callable[[str], str]
 Tensors = dict[str, torch.Tensor]
@@ -43,7 +43,7 @@ def rewrite(folder: Path, change: Callable[[Tensors], Tensors]) -> None:
 def refused(folder: Path, tmp_path: Path, *said: str, error: type[FsdpTrainerError] = CheckpointError) -> None:
     """Both ranks must refuse the folder, and what they say must name what is wrong."""
     with pytest.raises(error) as caught:
-        run_ranks(loaded, 2, settings_for(str(folder), tmp_path))
+        run_on_kept_ranks(loaded, 2, settings_for(str(folder), tmp_path))
     for words in said:
         assert words in str(caught.value), str(caught.value)
 
@@ -67,8 +67,8 @@ def test_c24_two_different_tensors_under_a_tied_config(model_folder: Folder, tmp
 def test_c_only_the_head_is_stored_under_a_tied_config(model_folder: Folder, tmp_path: Path) -> None:
     folder = copy_of(model_folder("llama_tied"), tmp_path / "model")
     rewrite(folder, lambda tensors: {"lm_head.weight": tensors.pop("model.embed_tokens.weight"), **tensors})
-    expected = run_ranks(plain, 1, model_folder("llama_tied"))[0]
-    for rank in run_ranks(loaded, 2, settings_for(str(folder), tmp_path)):
+    expected = run_plainly(plain, model_folder("llama_tied"))[0]
+    for rank in run_on_kept_ranks(loaded, 2, settings_for(str(folder), tmp_path)):
         assert all(tensor.equal(expected[name]) for name, tensor in rank.items())
 
 
@@ -96,8 +96,8 @@ def test_e_table_padded_beyond_the_tokenizer(kind: str, model_folder: Folder, tm
     documents = models.make_records(6, seed=2)[1]
     settings = training_runs.settings(str(folder), "x", tmp_path, optim={"max_grad_norm": None})
     settings["batch"] = {"global_batch_size": 6, "micro_batch_size": 1}
-    got = run_ranks(step_runs.one_step, 2, settings, [[document] for document in documents])[0]
-    loss, gradients = run_ranks(reference.gradient_snapshot, 1, str(folder), documents)[0]
+    got = run_on_kept_ranks(step_runs.one_step, 2, settings, [[document] for document in documents])[0]
+    loss, gradients = run_plainly(reference.gradient_snapshot, str(folder), documents)[0]
     assert got["loss"] == pytest.approx(loss, rel=1e-5)
     assert max(reference.relative_errors(got["gradients"], gradients).values()) < 1e-4
 
@@ -148,7 +148,7 @@ def add_token(folder: str) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_l_experts_are_merged_from_pieces(name: str, world: int, tmp_path: Path) -> None:
     """Four experts over three ranks: a shard begins in the middle of what one file's tensor becomes."""
-    model = run_ranks(architectures.save_architecture, 1, name, str(tmp_path / "model"))[0]
+    model = run_plainly(architectures.save_architecture, name, str(tmp_path / "model"))[0]
     assert any("experts.3." in key for key in training_runs.read_weights(Path(model)))
     check(model, tmp_path, world=world)
 
@@ -163,8 +163,8 @@ def save_unconverted(source: str, target: str) -> None:
 
 
 def test_l_experts_stored_in_one_tensor_already(tmp_path: Path) -> None:
-    model = run_ranks(architectures.save_architecture, 1, "mixtral", str(tmp_path / "model"))[0]
-    run_ranks(save_unconverted, 1, model, str(tmp_path / "fused"))
+    model = run_plainly(architectures.save_architecture, "mixtral", str(tmp_path / "model"))[0]
+    run_plainly(save_unconverted, model, str(tmp_path / "fused"))
     assert any(key.endswith("gate_up_proj") for key in training_runs.read_weights(tmp_path / "fused"))
     check(tmp_path / "fused", tmp_path)
 
@@ -178,7 +178,7 @@ def test_l_experts_stored_in_one_tensor_already(tmp_path: Path) -> None:
     ],
 )
 def test_l_expert_that_is_missing(dropped: str, said: str, tmp_path: Path) -> None:
-    model = Path(run_ranks(architectures.save_architecture, 1, "mixtral", str(tmp_path / "model"))[0])
+    model = Path(run_plainly(architectures.save_architecture, "mixtral", str(tmp_path / "model"))[0])
     rewrite(model, lambda tensors: {name: tensor for name, tensor in tensors.items() if dropped not in name})
     refused(model, tmp_path, said, "experts")
 
@@ -202,9 +202,9 @@ def save_bin(source: str, target: str, shards: int) -> None:
 @pytest.mark.parametrize("shards", [1, 3])
 def test_l_bin_files(shards: int, model_folder: Folder, tmp_path: Path) -> None:
     folder = copy_of(model_folder("llama"), tmp_path / "model")
-    run_ranks(save_bin, 1, model_folder("llama"), str(folder), shards)
-    expected = run_ranks(plain, 1, model_folder("llama"))[0]
-    for rank in run_ranks(loaded, 2, settings_for(str(folder), tmp_path)):
+    run_plainly(save_bin, model_folder("llama"), str(folder), shards)
+    expected = run_plainly(plain, model_folder("llama"))[0]
+    for rank in run_on_kept_ranks(loaded, 2, settings_for(str(folder), tmp_path)):
         assert all(tensor.equal(expected[name]) for name, tensor in rank.items())
 
 
@@ -342,7 +342,7 @@ def fresh_buffers(folder: str) -> Tensors:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "gemma3"])
 def test_l95_every_buffer_is_that_of_a_fresh_model(kind: str, model_folder: Folder, tmp_path: Path) -> None:
-    expected = run_ranks(fresh_buffers, 1, model_folder(kind))[0]
-    for rank in run_ranks(buffers, 2, settings_for(model_folder(kind), tmp_path)):
+    expected = run_plainly(fresh_buffers, model_folder(kind))[0]
+    for rank in run_on_kept_ranks(buffers, 2, settings_for(model_folder(kind), tmp_path)):
         assert rank.keys() == expected.keys()
         assert all(buffer.equal(expected[name]) for name, buffer in rank.items())

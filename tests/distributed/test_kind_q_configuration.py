@@ -18,7 +18,7 @@ from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.interop.deepspeed import import_deepspeed
 from fsdp_trainer.interop.folder import write_import
 from tests import models, step_runs, training_runs
-from tests.ranks import run_ranks
+from tests.ranks import run_on_kept_ranks, run_ranks
 from tests.schedules import deepspeed_rates
 
 Folder = Callable[[str], str]
@@ -148,7 +148,7 @@ def test_an_imported_deepspeed_run_trains(name: str, model_folder: Folder, tmp_p
     content, world, offload = FILES[name]
     config = small_run(content, tmp_path, model=model_folder("llama"), world=world, flags=["--train.max_steps=10"])
     assert (config.sharding.offload, config.precision) == (offload, "bf16")
-    rows = [row for row in run_ranks(training_runs.train, 2, config.to_dict())[0]["metrics"] if "loss" in row]
+    rows = [row for row in run_on_kept_ranks(training_runs.train, 2, config.to_dict())[0]["metrics"] if "loss" in row]
     assert [row["lr"] for row in rows] == pytest.approx([4e-3 * share for share in RATES[name]], rel=1e-6, abs=1e-12)
     losses = [row["loss"] for row in rows]
     assert sum(losses[-3:]) < 0.9 * sum(losses[:3]), losses
@@ -167,7 +167,9 @@ def test_rates_of_a_run_are_deepspeeds_at_any_number_of_ranks(world: int, model_
     flags = ["--train.max_steps=40"]
     config = small_run(content, tmp_path, model=model_folder("llama"), world=world, flags=flags)
     assert config.batch.global_batch_size == world
-    rows = [row for row in run_ranks(training_runs.train, world, config.to_dict())[0]["metrics"] if "loss" in row]
+    rows = [
+        row for row in run_on_kept_ranks(training_runs.train, world, config.to_dict())[0]["metrics"] if "loss" in row
+    ]
     expected = deepspeed_rates("WarmupDecayLR", 40, lr=1e-3, params=params)
     assert [row["lr"] for row in rows] == pytest.approx(expected, rel=1e-9, abs=1e-15)
 

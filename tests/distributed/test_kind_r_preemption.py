@@ -17,7 +17,7 @@ import pytest
 
 from tests import checkpoint_runs as runs
 from tests import fault_runs, models, training_runs
-from tests.ranks import REPOSITORY, run_ranks
+from tests.ranks import REPOSITORY, run_on_kept_ranks, run_ranks
 
 ModelFolder = Callable[[str], str]
 INPUTS = REPOSITORY / "tests" / "inputs" / "checkpoints"
@@ -58,7 +58,7 @@ def find(output_dir: str, explicit: str) -> tuple[str, list[str], str]:
 def saved(model_folder: ModelFolder, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     config = training_runs.settings(model_folder("llama"), "unused.jsonl", folder)
-    run_ranks(runs.train_and_save, 2, config, 1, 1, False)
+    run_on_kept_ranks(runs.train_and_save, 2, config, 1, 1, False)
     return folder / "checkpoints" / "step-00000001"
 
 

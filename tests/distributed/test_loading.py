@@ -16,7 +16,7 @@ import torch
 
 from fsdp_trainer.errors import CheckpointError, ConfigError, FsdpTrainerError
 from tests import models, step_runs, training_runs
-from tests.ranks import run_ranks
+from tests.ranks import run_on_kept_ranks, run_plainly, run_ranks
 
 Folder = Callable[[str], str]
 
@@ -38,8 +38,8 @@ def plain(folder: str) -> dict[str, torch.Tensor]:
 
 
 def check(folder: str | Path, tmp_path: Path, *, world: int = 2, **sections: Any) -> None:
-    expected = run_ranks(plain, 1, str(folder))[0]
-    for rank in run_ranks(loaded, world, settings_for(str(folder), tmp_path, **sections)):
+    expected = run_plainly(plain, str(folder))[0]
+    for rank in run_on_kept_ranks(loaded, world, settings_for(str(folder), tmp_path, **sections)):
         assert rank.keys() == expected.keys()
         assert all(tensor.equal(expected[name]) for name, tensor in rank.items())
 
@@ -106,7 +106,7 @@ def resave(source: str, target: Path, change: str) -> str:
     ],
 )
 def test_other_folders(kind: str, change: str, model_folder: Folder, tmp_path: Path) -> None:
-    folder = run_ranks(resave, 1, model_folder(kind), tmp_path / "model", change)[0]
+    folder = run_plainly(resave, model_folder(kind), tmp_path / "model", change)[0]
     assert change != "several files" or len(list(Path(folder).glob("*.safetensors"))) > 3
     check(folder, tmp_path)
 
@@ -126,9 +126,9 @@ def test_what_does_not_fit_is_refused(
     change: str, error: type[FsdpTrainerError], named: str, model_folder: Folder, tmp_path: Path
 ) -> None:
     """Report 96: a tensor that is missing or of another shape must never be left as it is in memory."""
-    folder = run_ranks(resave, 1, model_folder("llama"), tmp_path / "model", change)[0]
+    folder = run_plainly(resave, model_folder("llama"), tmp_path / "model", change)[0]
     with pytest.raises(error) as caught:
-        run_ranks(loaded, 2, settings_for(folder, tmp_path))
+        run_on_kept_ranks(loaded, 2, settings_for(folder, tmp_path))
     assert named in caught.value.values
 
 
@@ -138,8 +138,8 @@ def test_random_weights_are_the_same_on_any_number_of_ranks(kind: str, model_fol
     for world in (1, 2, 3):
         settings = settings_for(model_folder(kind), tmp_path)
         settings["model"]["init"] = "random"
-        results.append(run_ranks(loaded, world, settings)[0])
-    stored = run_ranks(plain, 1, model_folder(kind))[0]
+        results.append(run_on_kept_ranks(loaded, world, settings)[0])
+    stored = run_plainly(plain, model_folder(kind))[0]
     for other in results[1:]:
         assert all(tensor.equal(results[0][name]) for name, tensor in other.items())
     matrices = [name for name, tensor in stored.items() if tensor.ndim == 2]
@@ -172,7 +172,7 @@ def loading_peak(small: dict[str, Any], large: dict[str, Any]) -> tuple[int, int
 
 def test_l92_no_rank_holds_more_than_its_shard(model_folder: Folder, tmp_path: Path) -> None:
     """Report 92: a fifth of the model above the shard is the limit; a second copy of anything would pass it."""
-    large = run_ranks(save_large, 1, str(tmp_path / "large"))[0]
+    large = run_plainly(save_large, str(tmp_path / "large"))[0]
     small, settings = settings_for(model_folder("llama"), tmp_path), settings_for(large, tmp_path)
     for peak, local, whole in run_ranks(loading_peak, 2, small, settings):
         assert 0.45 * whole < local < 0.55 * whole

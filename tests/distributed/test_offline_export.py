@@ -15,7 +15,7 @@ import tests.ranks
 from fsdp_trainer.errors import CheckpointError, ConfigError
 from tests import architectures, export_runs, models, training_runs
 from tests.e2e.commands import run_command
-from tests.ranks import run_ranks
+from tests.ranks import run_on_kept_ranks, run_plainly, run_ranks
 
 ModelFolder = Callable[[str], str]
 
@@ -32,7 +32,7 @@ def finished_run(folder: str, tmp_path: Path, /, **sections: Any) -> Path:
         batch={"global_batch_size": 8, "micro_batch_size": 2},
         **{"checkpoint": {"every_steps": 2}, **sections},
     )
-    run_ranks(training_runs.train, 2, settings)
+    run_on_kept_ranks(training_runs.train, 2, settings)
     return tmp_path / "run"
 
 
@@ -55,7 +55,7 @@ def test_equals_what_the_run_exported_itself(kind: str, model_folder: ModelFolde
     if kind in models.KINDS:
         model = model_folder(kind)
     else:
-        model = run_ranks(architectures.save_architecture, 1, kind, str(tmp_path / "source"))[0]
+        model = run_plainly(architectures.save_architecture, kind, str(tmp_path / "source"))[0]
     run = finished_run(model, tmp_path, export={"dtype": "fp32"})
     out, again = tmp_path / "out", tmp_path / "again"
     run_ranks(export, 1, str(run), str(out), {"max_file_bytes": 40_000})
@@ -65,7 +65,7 @@ def test_equals_what_the_run_exported_itself(kind: str, model_folder: ModelFolde
     assert all(tensor.equal(theirs[name]) for name, tensor in ours.items())
     for name in ("config.json", "tokenizer.json", "generation_config.json", "chat_template.jinja", "README.md"):
         assert (out / name).read_text() == (run / "model" / name).read_text(), name
-    loaded = run_ranks(export_runs.load_plainly, 1, str(out), str(again))[0]
+    loaded = run_plainly(export_runs.load_plainly, str(out), str(again))[0]
     assert loaded["info"] == {}
     assert loaded["chat_template"] == models.CHAT_TEMPLATE
     resaved = training_runs.read_weights(again)

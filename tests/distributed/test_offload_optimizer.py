@@ -12,7 +12,7 @@ import torch
 
 from tests import checkpoint_runs, reference, step_runs, training_runs
 from tests.distributed.test_eight_bit import save_flat_model
-from tests.ranks import run_ranks
+from tests.ranks import run_on_kept_ranks, run_plainly, run_ranks
 from tests.twenty_steps import allowed_pairs, batch, covered_pairs, frozen_part, name_of, train_all
 
 Folder = Callable[[str], str]
@@ -231,7 +231,7 @@ ALIKE: dict[str, tuple[int, str, dict[str, Any], float]] = {
 def test_the_same_numbers_as_without(case: str, model_folder: Folder, tmp_path: Path) -> None:
     """Losses, norms, skipped steps and masters are those of the run on the device."""
     world, kind, sections, tolerance = ALIKE[case]
-    got = run_ranks(steps, world, both(model_folder(kind), tmp_path, **sections), 4, timeout=200)[0]
+    got = run_on_kept_ranks(steps, world, both(model_folder(kind), tmp_path, **sections), 4, timeout=200)[0]
     outputs, sizes, _ = got["none"]
     for name in ("host", "device"):
         assert [x for row in got[name][0] for x in row] == pytest.approx(
@@ -244,9 +244,9 @@ def test_the_same_numbers_as_without(case: str, model_folder: Folder, tmp_path: 
 
 def test_ranks_without_a_row_of_a_tensor(tmp_path: Path) -> None:
     """Three rows over four ranks: one has nothing to send, to measure or to step."""
-    model = run_ranks(save_flat_model, 1, str(tmp_path / "model"))[0]
+    model = run_plainly(save_flat_model, str(tmp_path / "model"))[0]
     runs = both(model, tmp_path, batch={"global_batch_size": 12, "micro_batch_size": 1})
-    got = run_ranks(steps, 4, runs, 2)[0]
+    got = run_on_kept_ranks(steps, 4, runs, 2)[0]
     flat = {name: [number for row in outputs for number in row] + sizes for name, (outputs, sizes, _) in got.items()}
     assert flat["host"] == pytest.approx(flat["none"], rel=1e-6)
     assert flat["device"] == pytest.approx(flat["none"], rel=1e-6)
@@ -278,16 +278,16 @@ def test_a_learning_rate_of_zero_moves_nothing(model_folder: Folder, tmp_path: P
     sections["optim"] = sections["optim"] | {"name": "adamw_8bit"}
     eight = both(model_folder("llama"), tmp_path, precision="bf16", **sections)
     runs = {f"pure {name}": run for name, run in pure.items()} | {f"8bit {name}": run for name, run in eight.items()}
-    assert run_ranks(moved_at_zero, 2, runs)[0] == dict.fromkeys(runs, False)
+    assert run_on_kept_ranks(moved_at_zero, 2, runs)[0] == dict.fromkeys(runs, False)
 
 
 def test_an_overflow_in_fp16_is_skipped(model_folder: Folder, tmp_path: Path) -> None:
     """The host finds what is not finite, the scale falls, and the steps that fit move the weights."""
     from tests.distributed.test_kind_h_schedule import with_large_gradients
 
-    model = run_ranks(with_large_gradients, 1, model_folder("llama"), tmp_path / "model")[0]
+    model = run_plainly(with_large_gradients, model_folder("llama"), tmp_path / "model")[0]
     batch = {"global_batch_size": 4, "micro_batch_size": 1}
-    got = run_ranks(steps, 2, both(model, tmp_path, precision="fp16", batch=batch), 8)[0]
+    got = run_on_kept_ranks(steps, 2, both(model, tmp_path, precision="fp16", batch=batch), 8)[0]
     skipped = [row[2] for row in got["none"][0]]
     assert skipped[0] == 1 and skipped[-1] == 0
     for name in ("host", "device"):
@@ -341,7 +341,7 @@ def test_another_number_of_ranks_reads_the_same_tensors(
     """One rank alone keeps plain tensors where several have shards: a checkpoint does not show it."""
     batch = {"global_batch_size": 8, "micro_batch_size": 2}
     run = both(model_folder("llama_tied"), tmp_path, precision="bf16", batch=batch)["host"]
-    straight = run_ranks(checkpoint_runs.train_and_save, before, run, 1, 1, False)
+    straight = run_on_kept_ranks(checkpoint_runs.train_and_save, before, run, 1, 1, False)
     resumed = run_ranks(checkpoint_runs.resume_and_train, after, run, 1)
     for rank in resumed:
         assert checkpoint_runs.differing(straight[0]["whole"], rank["whole"]) == []

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests import models, reference, training_runs
-from tests.ranks import run_ranks
+from tests.ranks import run_on_kept_ranks, run_plainly
 
 STEPS = 20
 GLOBAL_BATCH_SIZE = 16
@@ -171,14 +171,14 @@ def references(
             file, documents = data[packing]
             run = training_runs.settings(model_folder("llama"), file, tmp_path_factory.mktemp("plan"))
             run["data"]["packing"] = packing
-            plans[packing] = run_ranks(training_runs.documents_by_step, 1, run, STEPS)[0]
+            plans[packing] = run_on_kept_ranks(training_runs.documents_by_step, 1, run, STEPS)[0]
             check_plan(plans[packing], documents, packing=packing)
         return plans[packing]
 
     def get(kind: str, packing: bool, clip: str) -> reference.Result:
         key = kind, packing, clip
         if key not in results:
-            results[key] = run_ranks(reference.train, 1, model_folder(kind), plan(packing), recipe_for(clip))[0]
+            results[key] = run_plainly(reference.train, model_folder(kind), plan(packing), recipe_for(clip))[0]
         return results[key]
 
     return get
@@ -198,7 +198,7 @@ def train_case(case: Case, model: str, file: str, output: Path, **more: Any) -> 
     """Train one case and return rank 0's metrics and weights."""
     sections = case_sections(case) | more
     run = training_runs.settings(model, file, output, **sections)
-    return run_ranks(training_runs.train, case.world, run, timeout=120)[0]
+    return run_on_kept_ranks(training_runs.train, case.world, run, timeout=120)[0]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(value) for value in case))

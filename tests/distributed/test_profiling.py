@@ -11,7 +11,7 @@ import pytest
 
 from fsdp_trainer.errors import ConfigError
 from tests import models, training_runs
-from tests.ranks import run_ranks
+from tests.ranks import run_on_kept_ranks
 
 ModelFolder = Callable[[str], str]
 
@@ -27,8 +27,8 @@ def test_profile_of_two_ranks(model_folder: ModelFolder, tmp_path: Path) -> None
     plain, profiled = tmp_path / "plain", tmp_path / "profiled"
     plain.mkdir()
     profiled.mkdir()
-    expected = run_ranks(training_runs.train, 2, settings(model_folder("llama"), plain))[0]
-    found = run_ranks(training_runs.train, 2, settings(model_folder("llama"), profiled, start=3, steps=2))[0]
+    expected = run_on_kept_ranks(training_runs.train, 2, settings(model_folder("llama"), plain))[0]
+    found = run_on_kept_ranks(training_runs.train, 2, settings(model_folder("llama"), profiled, start=3, steps=2))[0]
 
     assert [row.get("profiled") for row in found["metrics"]] == [None, None, True, True, None]
     for name in ("loss", "grad_norm"):
@@ -60,23 +60,23 @@ def test_profile_of_two_ranks(model_folder: ModelFolder, tmp_path: Path) -> None
 def test_a_profiled_step_is_not_the_traced_one(model_folder: ModelFolder, tmp_path: Path) -> None:
     run = settings(model_folder("llama"), tmp_path, start=2, steps=2)
     run["log"] = {**run["log"], "trace_step": True}
-    rows = run_ranks(training_runs.train, 1, run)[0]["metrics"]
+    rows = run_on_kept_ranks(training_runs.train, 1, run)[0]["metrics"]
     assert [row["step"] for row in rows if row.get("profiled")] == [2, 3]
     assert [row["step"] for row in rows if row.get("traced")] == [4]
 
 
 def test_a_profile_beyond_the_end_is_refused(model_folder: ModelFolder, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="ends before the steps that are to be profiled"):
-        run_ranks(training_runs.train, 1, settings(model_folder("llama"), tmp_path, start=4, steps=3))
+        run_on_kept_ranks(training_runs.train, 1, settings(model_folder("llama"), tmp_path, start=4, steps=3))
 
 
 def test_a_resume_past_the_range_does_not_profile_again(model_folder: ModelFolder, tmp_path: Path) -> None:
     run = settings(model_folder("llama"), tmp_path, start=1, steps=1)
     run["checkpoint"] = {"every_steps": 2, "resume": "auto"}
-    run_ranks(training_runs.train, 1, run)
+    run_on_kept_ranks(training_runs.train, 1, run)
     folder = tmp_path / "run" / "profile"
     before = (folder / "summary.json").stat().st_mtime_ns
     run["train"]["max_steps"] = 7
-    rows = run_ranks(training_runs.train, 1, run)[0]["metrics"]
+    rows = run_on_kept_ranks(training_runs.train, 1, run)[0]["metrics"]
     assert len(rows) == 7 and [row["step"] for row in rows if row.get("profiled")] == [1]
     assert (folder / "summary.json").stat().st_mtime_ns == before

@@ -14,7 +14,7 @@ import torch
 
 from tests import architectures, checkpoint_runs, models, step_runs, training_runs
 from tests.checkpoint_runs import digest
-from tests.ranks import run_ranks
+from tests.ranks import run_on_kept_ranks, run_plainly, run_ranks
 
 Folder = Callable[[str], str]
 Rows = list[list[models.Document]]
@@ -80,12 +80,12 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 def test_gradients_are_those_of_masters_to_the_bit(mesh: str, model_folder: Folder, tmp_path: Path) -> None:
     """From the same weights, over two micro-batches, clipped: reduced, summed and kept in fp32 in both."""
     world, sharding = MESHES[mesh]
-    model = run_ranks(save_narrow, 1, model_folder("llama"), tmp_path / "model")[0]
+    model = run_plainly(save_narrow, model_folder("llama"), tmp_path / "model")[0]
     runs = [
         settings(model, tmp_path, rows=4 * world, precision=precision, sharding=sharding)
         for precision in ("bf16", "bf16_pure")
     ]
-    masters, pure = run_ranks(gradients_of_both, world, runs, rows_of(4 * world))[0]
+    masters, pure = run_on_kept_ranks(gradients_of_both, world, runs, rows_of(4 * world))[0]
     assert pure["dtypes"] == masters["dtypes"] == {"torch.float32"}
     assert pure["norm"] == masters["norm"] > 1.0, "clipping must act"
     assert all(torch.equal(pure["gradients"][name], gradient) for name, gradient in masters["gradients"].items())
@@ -98,7 +98,7 @@ def test_gradients_in_bf16_by_choice(stage: int, model_folder: Folder, tmp_path:
     """Kept in bf16; their norm is summed in fp32 all the same, and clips them to what was asked for."""
     sharding = {"zero_stage": stage, "reduce_dtype": "bf16"}
     runs = [settings(model_folder("llama"), tmp_path, sharding=s, **PURE) for s in (sharding, {"zero_stage": stage})]
-    narrow, wide = run_ranks(gradients_of_both, 2, runs, rows_of(8))[0]
+    narrow, wide = run_on_kept_ranks(gradients_of_both, 2, runs, rows_of(8))[0]
     assert narrow["dtypes"] == {"torch.bfloat16"}
     assert narrow["norm"] == pytest.approx(wide["norm"], rel=2e-3)
     assert narrow["norm"] != float(torch.tensor(narrow["norm"]).bfloat16()), "the norm itself came out in bf16"
@@ -111,7 +111,7 @@ def test_torch_alone_would_round_the_gradients(model_folder: Folder, tmp_path: P
     """When this fails FSDP2 heeds a parameter's grad_dtype, and `patches.keep_reduced_gradients` can go."""
     run = settings(model_folder("llama"), tmp_path, **PURE)
     with pytest.raises(RuntimeError, match="gradient with dtype 'c10::BFloat16' to a tensor with grad_dtype 'Float'"):
-        run_ranks(gradients_of, 1, run, rows_of(8), True)
+        run_on_kept_ranks(gradients_of, 1, run, rows_of(8), True)
 
 
 # Learning
@@ -181,7 +181,7 @@ def pooled(mine: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) ->
 @pytest.fixture(scope="module")
 def wide_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return the folder of a model with many norm weights."""
-    return run_ranks(save_wide, 1, str(tmp_path_factory.mktemp("wide")))[0]
+    return run_plainly(save_wide, str(tmp_path_factory.mktemp("wide")))[0]
 
 
 # At 1e-5 a norm weight moves by a sixteenth of its grid in all 50 steps: of one run's 4608 norm weights the mean is
@@ -229,7 +229,7 @@ def test_replicas_stay_equal(mesh: str, model_folder: Folder, tmp_path: Path) ->
     run = settings(
         model_folder("llama"), tmp_path, rows=4 * world, sharding=sharding, optim={"state_dtype": "bf16"}, **PURE
     )
-    ranks = run_ranks(shards_after, world, run, rows_of(4 * world), 5)
+    ranks = run_on_kept_ranks(shards_after, world, run, rows_of(4 * world), 5)
     apart = 1 if mesh == "stage0" else 2
     for rank in range(apart, world):
         assert ranks[rank] == ranks[rank - apart]
@@ -240,7 +240,7 @@ def test_other_ranks_resume_from_the_same_bits(model_folder: Folder, tmp_path: P
     """Weights and averages in bf16 are resharded as they are, and a resume is the same again."""
     batch = {"global_batch_size": 12, "micro_batch_size": 2}
     run = settings(model_folder("llama"), tmp_path, batch=batch, optim={"state_dtype": "bf16"}, **PURE)
-    saved = run_ranks(checkpoint_runs.train_and_save, 2, run, 1, 1, False)
+    saved = run_on_kept_ranks(checkpoint_runs.train_and_save, 2, run, 1, 1, False)
     once, again = (run_ranks(checkpoint_runs.resume_and_train, 3, run, 2) for _ in range(2))
     for rank in range(3):
         assert checkpoint_runs.differing(saved[0]["whole"], once[rank]["whole"]) == []
@@ -280,7 +280,7 @@ def test_our_step_is_torchs_in_fp32(way: str, model_folder: Folder, tmp_path: Pa
     """What the other techniques rest on, over worlds of one to four, empty shards included."""
     world, sections = EXACT[way]
     run = settings(model_folder("llama"), tmp_path, rows=4 * world, **sections)
-    apart, losses = run_ranks(both_ways, world, run, rows_of(4 * world))[0]
+    apart, losses = run_on_kept_ranks(both_ways, world, run, rows_of(4 * world))[0]
     assert max(apart.values()) < 1e-6, apart
     assert [ours for _, ours in losses] == pytest.approx([theirs for theirs, _ in losses], rel=1e-6)
     assert losses[-1][0] < 0.9 * losses[0][0], "it learns"
@@ -309,8 +309,8 @@ def dtypes_after(run_settings: dict[str, Any], rows: Rows) -> dict[str, Any]:
 
 
 def test_what_transformers_keeps_in_fp32_stays_so(tmp_path: Path) -> None:
-    model = run_ranks(architectures.save_architecture, 1, "glm4_moe", str(tmp_path / "model"))[0]
-    got = run_ranks(dtypes_after, 2, settings(model, tmp_path, **PURE), rows_of(8))[0]
+    model = run_plainly(architectures.save_architecture, "glm4_moe", str(tmp_path / "model"))[0]
+    got = run_on_kept_ranks(dtypes_after, 2, settings(model, tmp_path, **PURE), rows_of(8))[0]
     assert got["fp32"] >= got["kept"]
     assert len(got["fp32"]) < len(got["kept"]) + 3, "nothing else rests in fp32"
     assert all(share > 0.9 for share in got["moved"].values()), "fp32 weights move without rounding"
@@ -350,7 +350,7 @@ def test_a_step_that_is_not_finite_changes_nothing(
     sharding: dict[str, Any], model_folder: Folder, tmp_path: Path
 ) -> None:
     run = settings(model_folder("llama"), tmp_path, sharding=sharding, optim={"state_dtype": "bf16"}, **PURE)
-    for found in run_ranks(spoiled, 2, run, rows_of(8)):
+    for found in run_on_kept_ranks(spoiled, 2, run, rows_of(8)):
         assert found == [(0.0, True), (1.0, False), (0.0, True)]
 
 
@@ -362,7 +362,7 @@ def test_a_run_trains_evaluates_and_exports_what_it_trained(model_folder: Folder
     for name, sections in {"masters": {"precision": "bf16"}, "bf16": PURE, "fp32": PURE}.items():
         export = {"dtype": "bf16" if name == "bf16" else "fp32"}
         run = training_runs.settings(model_folder("llama_tied"), file, tmp_path / name, export=export, **sections)
-        found[name] = run_ranks(training_runs.train, 2, run, timeout=120)[0]
+        found[name] = run_on_kept_ranks(training_runs.train, 2, run, timeout=120)[0]
     losses = {name: [row["loss"] for row in got["metrics"] if "loss" in row] for name, got in found.items()}
     assert losses["bf16"] == losses["fp32"], "the same seed, the same bits"
     assert losses["bf16"] == pytest.approx(losses["masters"], rel=1e-2)

@@ -12,7 +12,7 @@ import pytest
 
 from tests import fault_runs, models, training_runs
 from tests.out_of_memory_runs import run, run_out
-from tests.ranks import run_ranks
+from tests.ranks import run_on_kept_ranks, run_ranks
 
 ModelFolder = Callable[[str], str]
 
@@ -64,10 +64,10 @@ def comparable(found: dict[str, Any]) -> list[dict[str, Any]]:
 def test_a_rehearsed_run_is_the_same_to_the_last_bit(name: str, model_folder: ModelFolder, tmp_path: Path) -> None:
     """Begun with a rehearsal and, from its checkpoint, gone on with after another one."""
     model, case = model_folder(CASES[name].get("kind", "llama")), CASES[name]
-    expected = run_ranks(training_runs.train, 2, settings(model, tmp_path / "plain", case))[0]
+    expected = run_on_kept_ranks(training_runs.train, 2, settings(model, tmp_path / "plain", case))[0]
     first = settings(model, tmp_path / "rehearsed", case, rehearse=True, train={"max_steps": 2})
-    run_ranks(training_runs.train, 2, first)
-    found = run_ranks(training_runs.train, 2, settings(model, tmp_path / "rehearsed", case, rehearse=True))[0]
+    run_on_kept_ranks(training_runs.train, 2, first)
+    found = run_on_kept_ranks(training_runs.train, 2, settings(model, tmp_path / "rehearsed", case, rehearse=True))[0]
     steps = [row for row in comparable(found) if "loss" in row]
     assert steps == [row for row in comparable(expected) if "loss" in row]
     assert len(steps) == 4

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests import architectures, models, reference, step_runs, training_runs
-from tests.ranks import run_ranks
+from tests.ranks import run_on_kept_ranks, run_plainly, run_ranks
 
 COEFFICIENT = 0.5  # of qwen3_moe_router
 PACKED = {"packing": True, "seq_len": 40}
@@ -68,13 +68,13 @@ def router_gradients(folder: str, settings: dict[str, Any], world_size: int) -> 
 @pytest.mark.parametrize("data", [{"packing": False, "seq_len": 40}, PACKED], ids=["padded", "packed"])
 def test_gradients_hold_the_router_loss(micro_batch_size: int, data: dict[str, Any], tmp_path: Path) -> None:
     """Padding is left out of it; the logged loss is cross-entropy alone; accumulation does not make it grow."""
-    model = run_ranks(architectures.save_architecture, 1, "qwen3_moe_router", str(tmp_path / "model"))[0]
+    model = run_plainly(architectures.save_architecture, "qwen3_moe_router", str(tmp_path / "model"))[0]
     settings = settings_for(model, tmp_path, micro_batch_size, data)
-    got = run_ranks(step_runs.one_step, 2, settings, rows_of())[0]
+    got = run_on_kept_ranks(step_runs.one_step, 2, settings, rows_of())[0]
     loss, expected = run_ranks(router_gradients, 1, model, settings, 2)[0]
     assert got["loss"] == pytest.approx(loss, rel=1e-5)
     assert max(reference.relative_errors(got["gradients"], expected).values()) < 1e-4
-    _, without = run_ranks(reference.gradient_snapshot, 1, model, [row[0] for row in rows_of()])[0]
+    _, without = run_plainly(reference.gradient_snapshot, model, [row[0] for row in rows_of()])[0]
     gates = {
         name: error for name, error in reference.relative_errors(without, expected).items() if "gate.weight" in name
     }
@@ -91,7 +91,7 @@ def evaluated(settings: dict[str, Any]) -> float:
 
 
 def test_evaluation_is_cross_entropy_alone(tmp_path: Path) -> None:
-    model = run_ranks(architectures.save_architecture, 1, "qwen3_moe_router", str(tmp_path / "model"))[0]
+    model = run_plainly(architectures.save_architecture, "qwen3_moe_router", str(tmp_path / "model"))[0]
     settings = settings_for(model, tmp_path, 2, {"packing": False})
-    loss, _ = run_ranks(reference.gradient_snapshot, 1, model, [row[0] for row in rows_of()])[0]
+    loss, _ = run_plainly(reference.gradient_snapshot, model, [row[0] for row in rows_of()])[0]
     assert run_ranks(evaluated, 2, settings)[0] == pytest.approx(loss, rel=1e-5)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests import architectures, live_phases, models, training_runs
-from tests.ranks import run_ranks
+from tests.ranks import run_plainly, run_ranks
 
 Folder = Callable[[str], str]
 
@@ -184,7 +184,7 @@ def prepare(
     if kind in models.KINDS:
         path = model_folder(kind)
     else:
-        path = run_ranks(architectures.save_architecture, 1, kind, str(folder / "model"))[0]
+        path = run_plainly(architectures.save_architecture, kind, str(folder / "model"))[0]
     batch = {"global_batch_size": 4 * world // 2, "micro_batch_size": 2}
     sections = {"batch": batch, "eval": {"at_end": True}, "export": {"at_end": False}, **sections}
     settings = training_runs.settings(path, "unused.jsonl", folder, **sections)

@@ -15,7 +15,7 @@ import torch
 
 from fsdp_trainer.errors import ConfigError, DistributedError
 from tests import models, step_runs, training_runs
-from tests.ranks import run_ranks
+from tests.ranks import run_on_kept_ranks, run_ranks
 
 Folder = Callable[[str], str]
 MICRO_BATCHES, UNITS = 4, models.N_LAYERS + 2
@@ -119,7 +119,7 @@ def test_ranks_that_gather(
     sharding: dict[str, Any], expected: dict[int, int], model_folder: Folder, tmp_path: Path
 ) -> None:
     settings = settings_for(model_folder("llama"), tmp_path, sharding, 4)
-    assert run_ranks(gather_sizes, 4, settings, rows(4)) == [expected] * 4
+    assert run_on_kept_ranks(gather_sizes, 4, settings, rows(4)) == [expected] * 4
 
 
 def look_between(run_settings: dict[str, Any], documents: list[list[models.Document]]) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def test_what_is_whole_between_micro_batches(
 ) -> None:
     """Report 10: whole gradients are what skipping the reduction costs. All stages rest as shards."""
     settings = settings_for(model_folder("llama"), tmp_path, sharding)
-    for rank in run_ranks(look_between, 2, settings, rows()):
+    for rank in run_on_kept_ranks(look_between, 2, settings, rows()):
         whole = rank["whole"]
         half = whole // 2  # every dimension of this model divides by two
         assert rank["at_rest"] == [(half, 0), (half, 0)]
@@ -181,7 +181,7 @@ def test_what_is_whole_between_micro_batches(
 
 def test_stage_0_keeps_everything_whole(model_folder: Folder, tmp_path: Path) -> None:
     settings = settings_for(model_folder("llama"), tmp_path, {"zero_stage": 0})
-    for rank in run_ranks(look_between, 2, settings, rows()):
+    for rank in run_on_kept_ranks(look_between, 2, settings, rows()):
         whole = rank["whole"]
         assert rank["at_rest"] == [(whole, 0), (whole, 0)]
         assert rank["between"] == [(whole, whole)] * (MICRO_BATCHES - 1)
@@ -217,7 +217,7 @@ def evaluate_between(run_settings: dict[str, Any], documents: list[list[models.D
 def test_weights_are_shards_again_after_evaluation(zero_stage: int, model_folder: Folder, tmp_path: Path) -> None:
     """Weights left gathered would hide the next change: the loss evaluated is then not the loss trained on."""
     settings = settings_for(model_folder("llama"), tmp_path, {"zero_stage": zero_stage})
-    for rank in run_ranks(evaluate_between, 2, settings, rows()):
+    for rank in run_on_kept_ranks(evaluate_between, 2, settings, rows()):
         assert rank["evaluated"] == pytest.approx(rank["trained"], rel=1e-6)
         assert len({round(loss, 3) for loss in rank["trained"]}) == 3
 

@@ -1,4 +1,4 @@
-"""Start the trainer as a person does, in real processes: each costs about 20 s of imports, so use few."""
+"""Start the trainer as a person does, in real processes: warm (tests/warm.py) unless a test wants them cold."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests import warm
 from tests.ranks import IMPORT_TIME_ENVIRONMENT, REPOSITORY
 
 SCRIPT = REPOSITORY / "fsdp_trainer" / "train.py"
@@ -23,17 +24,23 @@ def executable(name: str) -> str:
     return str(path)
 
 
-def environment() -> dict[str, str]:
-    """Return this process's environment for a child on CPU, with one thread a rank as the ranks of other tests have."""
-    return {**os.environ, **IMPORT_TIME_ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}
+def environment(*, cold: bool = False) -> dict[str, str]:
+    """Return this process's environment for a child on CPU, with one thread a rank as the ranks of other tests have.
+
+    `cold`: the child and all that it starts are new interpreters, which import everything themselves.
+    """
+    mark = {} if cold else {warm.MARK: "1"}
+    return {**os.environ, **IMPORT_TIME_ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "", **mark}
 
 
-def run_command(command: Sequence[str], *, cwd: Path, timeout: float = 280.0) -> subprocess.CompletedProcess[str]:
+def run_command(
+    command: Sequence[str], *, cwd: Path, timeout: float = 280.0, cold: bool = False
+) -> subprocess.CompletedProcess[str]:
     """Run a command with stdin closed and return what it said; pytest shows it when the test fails."""
     ended = subprocess.run(
         list(command),
         cwd=cwd,
-        env=environment(),
+        env=environment(cold=cold),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

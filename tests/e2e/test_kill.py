@@ -1,4 +1,4 @@
-"""Twelve of the kills of `python -m benchmarks.kill`, seeded, at every kind of moment."""
+"""Twelve of the kills of `python -m benchmarks.sweeps.kill`, seeded, at every kind of moment."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import kill
+from benchmarks.sweeps import kill
 
 
 @pytest.mark.slow

@@ -27,9 +27,11 @@ def failing(model_folder: Folder, folder: Path) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.cold
 def test_the_command_ends_with_the_message_and_nothing_else(model_folder: Folder, tmp_path: Path) -> None:
     file = failing(model_folder, tmp_path)
-    ended = run_command([executable("fsdp-trainer"), "train", "--processes", "2", "--config", file], cwd=tmp_path)
+    command = [executable("fsdp-trainer"), "train", "--processes", "2", "--config", file]
+    ended = run_command(command, cwd=tmp_path, cold=True)
     assert ended.returncode == DataError.exit_code
     for word in NOISE:
         assert word not in ended.stderr

@@ -49,13 +49,14 @@ def settings_in(quiet: dict[str, Any], folder: Path, name: str) -> tuple[dict[st
 
 @pytest.fixture(scope="module")
 def launched(quiet: dict[str, Any], folder: Path) -> tuple[dict[str, Any], CompletedProcess[str]]:
-    """A run that `accelerate launch` started with the shipped profile."""
+    """A run that `accelerate launch` started with the shipped profile, in new interpreters."""
     settings, file = settings_in(quiet, folder, "launched")
     command = [executable("accelerate"), "launch", "--config_file", str(PROFILE), str(SCRIPT), "--config", file]
-    return settings, run_command(command, cwd=folder)
+    return settings, run_command(command, cwd=folder, cold=True)
 
 
 @pytest.mark.slow
+@pytest.mark.cold
 def test_accelerate_launch(quiet: dict[str, Any], launched: tuple[dict[str, Any], CompletedProcess[str]]) -> None:
     settings, ended = launched
     assert ended.returncode == 0
@@ -117,11 +118,12 @@ def test_a_profile_that_contradicts_the_settings_is_one_error(quiet: dict[str, A
 
 
 @pytest.mark.slow
+@pytest.mark.cold
 def test_accelerate_that_starts_one_process_where_two_were_asked_for(quiet: dict[str, Any], folder: Path) -> None:
     """`accelerate launch --cpu --num_processes 2` starts a single process and says nothing (accelerate 1.15)."""
     settings, file = settings_in(quiet, folder, "alone")
     command = [executable("accelerate"), "launch", "--cpu", "--num_processes", "2", str(SCRIPT), "--config", file]
-    ended = run_command(command, cwd=folder)
+    ended = run_command(command, cwd=folder, cold=True)
     assert ended.returncode != 0
     assert "one process" in ended.stderr
     assert "configs/accelerate" in ended.stderr

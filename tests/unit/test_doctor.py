@@ -14,7 +14,7 @@ from fsdp_trainer import doctor
 from fsdp_trainer.doctor import Finding
 from fsdp_trainer.report.findings import format_findings
 from fsdp_trainer.self_test import run_self_test
-from tests.e2e.commands import executable, run_command
+from tests.e2e.commands import environment, executable, run_command
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -37,7 +37,7 @@ def test_the_command_on_this_machine(tmp_path: Path) -> None:
 
 def test_ranks_that_cannot_join_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A variable set by hand that gloo cannot follow: the rank's last words are the message."""
-    environ = {"PATH": "", "GLOO_SOCKET_IFNAME": "no-such-interface", "CUDA_VISIBLE_DEVICES": ""}
+    environ = {**environment(), "PATH": "", "GLOO_SOCKET_IFNAME": "no-such-interface"}
     with pytest.raises(RuntimeError, match=r"rank \d ended with 1: .*"):
         run_self_test(environ)
     (finding,) = doctor.check_collectives(lambda: run_self_test(environ))

@@ -107,7 +107,7 @@ def test_own_run_keeps_arguments_and_folder(checkout: Checkout, tmp_path: Path) 
 def test_demo_and_tests_run_in_the_project(checkout: Checkout, tmp_path: Path) -> None:
     checkout.run("setup")
     checkout.run("test", "-k", "a b", cwd=tmp_path)
-    assert checkout.calls[-1] == "python -m pytest -k a b"
+    assert checkout.calls[-1] == "python -m pytest -n 2 -k a b"
     root = checkout.root
     target = f"--no-deps --target {root}/.venv/deepspeed --requirement {root}/tests/deepspeed.txt"
     assert checkout.pip_installs()[-1].endswith(target)

@@ -13,6 +13,7 @@ from fsdp_trainer.memory.plan import QUALITIES, Plan
 from fsdp_trainer.memory.quick import quick_timeline
 from fsdp_trainer.report.plan_html import format_plan_html
 from fsdp_trainer.report.plan_text import compare, format_plan, summarize
+from tests import light_imports as light
 from tests.plans import make_plan
 
 
@@ -183,13 +184,10 @@ def test_html_of_a_plan_that_does_not_fit(misfit: Plan) -> None:
 
 
 def test_a_plan_is_shown_without_torch(tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
     code = (
         "import sys; from pathlib import Path; from tests.plans import make_plan; "
         f"make_plan(Path({str(tmp_path)!r}))._repr_html_(); assert 'torch' not in sys.modules"
     )
     root = Path(__file__).resolve().parents[2]
-    ended = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    ended = light.python(code, cwd=root)
     assert ended.returncode == 0, ended.stderr

@@ -14,6 +14,7 @@ import pytest
 from fsdp_trainer.config import Config
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.memory.planning import read_ram
+from tests import light_imports as light
 from tests.plans import model_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,11 +62,13 @@ def test_settings_file_with_names_loads_back() -> None:
     assert Config.from_dict(Config().to_dict()).to_yaml(names=()) == "{}\n"
 
 
-def command(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def command(*words: str, cwd: Path, cold: bool = False) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     environ.pop("COLUMNS", None)
     words = (sys.executable, "-m", "fsdp_trainer", "plan", *words)
-    return subprocess.run(words, capture_output=True, text=True, env=environ, cwd=cwd, check=False)
+    if cold:
+        return subprocess.run(words, capture_output=True, text=True, env=environ, cwd=cwd, check=False)
+    return light.run(words, env=environ, cwd=cwd, imported=light.COMMANDS)
 
 
 def question(folder: Path, *more: str) -> tuple[str, ...]:
@@ -79,7 +82,7 @@ def test_quick_answer_as_json_holds_what_was_given(tmp_path: Path) -> None:
     """The keys of simulate in every candidate, the fixed settings in all, and no time to import torch."""
     words = question(tmp_path, "--json", "--batch.micro_batch_size=2", "--train.max_steps=1000", "--write=out")
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    ended = command(*words, cwd=tmp_path)
+    ended = command(*words, cwd=tmp_path, cold=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert ended.returncode == 0, ended.stderr
     assert after.ru_utime - before.ru_utime < 3.0

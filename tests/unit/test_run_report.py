@@ -6,8 +6,6 @@ import json
 import os
 import re
 import struct
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from fsdp_trainer.report.run_html import (
 )
 from fsdp_trainer.report.run_pictures import write_run_pictures
 from fsdp_trainer.report.run_record import Curve, read_run, read_runs
+from tests import light_imports as light
 from tests.plans import make_plan
 from tests.run_folders import Page, memory, out_of_memory, row, write_run
 
@@ -354,5 +353,5 @@ def test_a_report_needs_no_torch_and_draws_only_when_it_is_made(whole: Path) -> 
         f"format_run_html([{str(whole)!r}]); assert 'torch' not in sys.modules"
     )
     root = Path(__file__).resolve().parents[2]
-    ended = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    ended = light.python(code, cwd=root)
     assert ended.returncode == 0, ended.stderr

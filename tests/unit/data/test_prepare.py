@@ -1,8 +1,6 @@
 """The cache, the split into training and evaluation, and worker processes."""
 
 import shutil
-import subprocess
-import sys
 import time
 from itertools import groupby
 from pathlib import Path
@@ -17,6 +15,7 @@ from fsdp_trainer.data.prepare import load_prepared, prepare_rows
 from fsdp_trainer.data.sources import read_examples
 from fsdp_trainer.data.workers import encode_in_processes, encode_in_threads
 from fsdp_trainer.errors import DataError
+from tests import light_imports as light
 from tests.unit.data.toy_tokenizer import CHATML, INPUTS, build_tokenizer
 
 
@@ -310,7 +309,7 @@ def test_many_records_go_to_workers_and_give_the_same_rows(prepared, jsonl, monk
 def test_a_worker_process_imports_no_torch():
     """It would cost each of them seconds and some 300 MB."""
     code = "import sys, fsdp_trainer.data.workers; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=False).returncode == 0
+    assert light.python(code, cwd=Path(__file__).parents[3]).returncode == 0
 
 
 @pytest.mark.slow

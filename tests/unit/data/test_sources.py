@@ -3,8 +3,6 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from fsdp_trainer.data.sources import (
     resolve_sources,
 )
 from fsdp_trainer.errors import DataError
+from tests import light_imports as light
 from tests.unit.data.files import write_csv, write_parquet
 
 DATA = Path(__file__).resolve().parents[2] / "inputs" / "data"
@@ -443,7 +442,7 @@ def test_a_list_of_files_keeps_their_order_and_each_its_format(jsonl):
 
 def test_reading_needs_no_torch():
     code = "import sys, fsdp_trainer.data.sources; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert light.python(code).returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """Names of GPUs as people type them, files of one's own, and what is refused; no torch."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
@@ -12,6 +10,7 @@ from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.memory import hardware
 from fsdp_trainer.memory.hardware import CPU_RANKS, card_names, detect, parse_gpus
 from fsdp_trainer.memory.machine import machine_bytes
+from tests import light_imports as light
 
 GIB = 2**30
 
@@ -218,4 +217,4 @@ def test_refused_files(tmp_path: Path, text: str, says: str) -> None:
 
 def test_catalogue_answers_without_torch() -> None:
     code = "import sys, fsdp_trainer.memory.hardware as h; h.parse_gpus('8xH100'); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert light.python(code).returncode == 0

@@ -19,6 +19,7 @@ from fsdp_trainer.memory.hardware import parse_gpus
 from fsdp_trainer.memory.quick import quick_timeline, simulate_quick
 from fsdp_trainer.memory.recording import CATEGORIES, PHASES
 from fsdp_trainer.memory.simulation import Simulation
+from tests import light_imports as light
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[3]
@@ -227,7 +228,7 @@ def test_command_answers_in_time_without_torch(tmp_path: Path) -> None:
     assert seconds < 1.5
     code = f"import sys; from fsdp_trainer import cli\ntry: cli.main({words})\nexcept SystemExit: pass\n"
     code += "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+    assert light.python(code).returncode == 0
 
 
 def run(capsys: pytest.CaptureFixture[str], words: list[str]) -> str:

@@ -1,6 +1,6 @@
 """Kill runs at random moments, resume them, and compare everything with the run that nothing happened to.
 
-    python -m benchmarks.kill 200 [--seed 0]
+    python -m benchmarks.sweeps.kill [120] [--seed 0]
 
 SIGKILL to one rank or to all, at the start, in steps, evaluations, saves, prunes and the export, and at times that no
 name stands for. Compared are every tensor of the last checkpoint (weights, optimizer, random states), the exported
@@ -163,7 +163,7 @@ def kill_often(folder: Path, *, times: int, seed: int) -> list[Outcome]:
 def main() -> int:
     """Kill and compare; print a table; 1 when anything differed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("times", type=int)
+    parser.add_argument("times", type=int, nargs="?", default=120)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,8 +1,9 @@
-"""Damage a checkpoint or an exported model in every way a disk, a copy or a person can, and count what is found.
+"""Damage a checkpoint and an exported model in every way a disk, a copy or a person can, and count what is found.
 
-    python -m benchmarks.damage FOLDER [--other FOLDER --flips 10000 --others 1000 --clean 1000 --seed 0]
+    python -m benchmarks.sweeps.damage [FOLDER --other FOLDER] [--flips 10000 --others 1000 --clean 1000 --seed 0]
 
-Each damage is put into a copy, verified, and taken back. Nothing may be missed, and an intact copy never refused.
+Without a folder: those of a tiny run, made for it. Each damage is put into a copy, verified, and taken back. Nothing
+may be missed, and an intact copy never refused.
 """
 
 from __future__ import annotations
@@ -16,6 +17,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from tests import checkpoint_runs, models, training_runs
+from tests.export_runs import export
+from tests.ranks import run_ranks
 
 BLOCK = 4096
 
@@ -148,29 +154,56 @@ def whole_file_changes(copy: Path, files: dict[str, bytes], other: Path | None) 
     return changes
 
 
+def save_two(settings: dict[str, Any], folder: str) -> None:
+    """On a rank: save and export a run after one step and after two, the export in several files."""
+    run = checkpoint_runs.build(settings)
+    for step in (1, 2):
+        checkpoint_runs.take_steps(run, step - 1, step)
+        checkpoint_runs.save(run, step)
+        export(run, Path(folder) / f"model-{step}", max_file_bytes=100_000)
+
+
+def make_folders(scratch: Path) -> list[tuple[Path, Path]]:
+    """Return a checkpoint and an export of a tiny run on two ranks, each with another one of the same run."""
+    model = run_ranks(models.save_model, 1, "llama", str(scratch / "start"))[0]
+    run_ranks(save_two, 2, training_runs.settings(model, "unused.jsonl", scratch), str(scratch))
+    checkpoints = scratch / "checkpoints"
+    return [
+        (checkpoints / "step-00000001", checkpoints / "step-00000002"),
+        (scratch / "model-1", scratch / "model-2"),
+    ]
+
+
+def is_good(folder: Path, other: Path | None, asked: argparse.Namespace) -> bool:
+    """Print what was found in a damaged copy of a folder; return whether it was all, and no intact one refused."""
+    count = damage_folder(
+        folder, flips=asked.flips, others=asked.others, clean=asked.clean, seed=asked.seed, other=other
+    )
+    for kind, tried in count.tried.items():
+        print(f"{kind:40} {tried:6} tried {count.found[kind]:6} found")
+    print(
+        f"{folder.name}: {count.missed} of {count.tried.total()} missed; {count.false_alarms} of {count.clean} intact "
+        f"ones refused; {count.seconds * 1e3:.2f} ms a verification",
+        flush=True,
+    )
+    return count.missed == 0 and count.false_alarms == 0
+
+
 def main() -> int:
-    """Print what was found in a damaged copy; 1 when anything was missed, or an intact one refused."""
+    """Damage and count; 1 when anything was missed, or an intact one refused."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?", help="a checkpoint or an export")
     parser.add_argument("--other", type=Path, help="another checkpoint or export of the same run, to mix files with")
     parser.add_argument("--flips", type=int, default=10_000)
     parser.add_argument("--others", type=int, default=1_000)
     parser.add_argument("--clean", type=int, default=1_000)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
-    count = damage_folder(
-        asked.folder,
-        flips=asked.flips,
-        others=asked.others,
-        clean=asked.clean,
-        seed=asked.seed,
-        other=asked.other,
-    )
-    for kind, tried in count.tried.items():
-        print(f"{kind:40} {tried:6} tried {count.found[kind]:6} found")
-    print(f"{count.missed} of {count.tried.total()} missed; {count.false_alarms} of {count.clean} intact ones refused;")
-    print(f"{count.seconds * 1e3:.2f} ms a verification")
-    return int(count.missed > 0 or count.false_alarms > 0)
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = [(asked.folder, asked.other)] if asked.folder else make_folders(Path(scratch))
+        good = [is_good(folder, other, asked) for folder, other in folders]
+    print(f"{sum(good)} of {len(good)} folders: all damage found, no intact copy refused")
+    return int(not all(good))
 
 
 if __name__ == "__main__":
