@@ -12,8 +12,10 @@ import pytest
 from filelock import FileLock
 
 from tests import models, reference, schedule, twenty_steps, warm
+from tests.e2e.commands import environment
 from tests.ranks import end_kept_ranks, run_plainly
 
+schedule.keep_to_own_cores()
 warm.install()
 gc.disable()  # until the tests are collected: thousands of modules and items stay, and looking at them takes a second
 
@@ -29,6 +31,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: schedule.place(item.nodeid))
 
 
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """Give a test that runs alone what it has to itself."""
+    if schedule.file_of(nodeid) in schedule.SERIAL:
+        schedule.use_all_cores()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> schedule.Scheduling:
     """Deal out whole files to the workers."""
@@ -39,6 +47,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> schedule.Sch
 def _ranks_of_a_file() -> Iterator[None]:
     yield
     end_kept_ranks()
+
+
+@pytest.fixture
+def warm_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what the code under test starts from this very process begin warm (tests/warm.py)."""
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ It must leave nothing behind that a fork cannot carry: no thread, no process gro
 import gc
 import importlib
 import pkgutil
+import tempfile
 import threading
 
 gc.disable()  # while nothing but imports is made, its looks cost a second
@@ -37,6 +38,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import fsdp_trainer
+from fsdp_trainer.config import Config
+from fsdp_trainer.decoder_probe import check_decoder
+from fsdp_trainer.run import _build_meta
+from tests import models
 
 # All of the package but what is a program: those run what they hold when they are imported.
 for module in pkgutil.walk_packages(fsdp_trainer.__path__, "fsdp_trainer."):
@@ -49,6 +54,15 @@ get_checkpoint_conversion_mapping("llama")
 # DTensor finds out how operations shard by running them on fakes; the first fake operation sets that machinery up.
 with FakeTensorMode():
     torch.empty(2, 2).mul_(2.0)
+
+# What the first look at a decoder fills: caches of fake operations, of Transformers and of Pydantic.
+for kind in ("llama", "qwen3_tied", "gpt2"):
+    with tempfile.TemporaryDirectory() as folder:
+        models.model_config(kind).save_pretrained(folder)
+        config = Config.from_dict({"model": {"path": folder, "init": "random"}, "data": {"seq_len": 64}})
+        _, model, parts = _build_meta(config)
+        check_decoder(model, parts, packing=True, seq_len=64)
+        del model, parts
 
 assert threading.active_count() == 1, f"imports started threads: {threading.enumerate()}"
 assert not torch.distributed.is_initialized()

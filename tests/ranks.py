@@ -158,7 +158,8 @@ def _start(function: Callable[..., Any], world_size: int, args: Sequence[Any], e
         os.close(handle)
         environment = {**LAUNCH_ENVIRONMENT, **_rendezvous(rank, world_size, port), **extra}
         # Not daemonic: asynchronous checkpoint savers of the process kind do not start from a daemonic one.
-        process = context.Process(target=_main, args=(theirs, name, environment, function, tuple(args)))
+        cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+        process = context.Process(target=_main, args=(theirs, name, cores, environment, function, tuple(args)))
         process.start()
         theirs.close()
         ranks.append(_Rank(process, ours, Path(name)))
@@ -216,10 +217,13 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 def _main(
     pipe: connection.Connection,
     stacks: str,
+    cores: set[int] | None,
     environment: dict[str, str],
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    if cores is not None:  # not those of the fork server, which may have been started when there were fewer
+        os.sched_setaffinity(0, cores)
     for name, value in environment.items():
         if value:
             os.environ[name] = value

@@ -2,10 +2,15 @@
 
 `./launch.sh test` gives pytest two workers. Each takes whole files; when only the serial ones are left, one worker ends
 and the other runs them, so that they never see another test's load.
+
+Until then each worker, with all that it starts, keeps to its own share of the cores. Ranks that wait for each other in
+every collective cost half as much on one core as on two that they share with others: two ranks building a run and
+taking a step needed 1.3 s either way (2026-12-01, torch 2.14.1).
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -22,6 +27,22 @@ SERIAL = {
 
 # Seconds that a file takes on one of two busy workers, where it is more than a few: only their order matters.
 SECONDS: dict[str, int] = {}
+
+
+ALL_CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+
+
+def keep_to_own_cores() -> None:
+    """Bind this process, where it is one of several workers, to its share of the cores, and with it what it starts."""
+    worker, count = os.environ.get("PYTEST_XDIST_WORKER", ""), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if ALL_CORES and worker.startswith("gw") and (own := sorted(ALL_CORES)[int(worker[2:]) % count :: count]):
+        os.sched_setaffinity(0, own)
+
+
+def use_all_cores() -> None:
+    """Undo `keep_to_own_cores`, for what runs alone."""
+    if ALL_CORES and os.sched_getaffinity(0) != ALL_CORES:
+        os.sched_setaffinity(0, ALL_CORES)
 
 
 def file_of(nodeid: str) -> str:

@@ -96,7 +96,8 @@ print(json.dumps({
     "comm": open("/proc/self/comm").read(), "parent": os.getppid(), "leads": [os.getpgrp() == me, os.getsid(0) == me],
     "group": os.getpgrp() if os.getpgrp() != me else 0, "session": os.getsid(0) if os.getsid(0) != me else 0,
     "umask": os.umask(0), "files": {n: kind(n) for n in os.listdir("/proc/self/fd") if n != "3" and int(n) < 200},
-    "limits": resource.getrlimit(resource.RLIMIT_NOFILE), "threads": len(os.listdir("/proc/self/task")),
+    "cores": sorted(os.sched_getaffinity(0)), "limits": resource.getrlimit(resource.RLIMIT_NOFILE),
+    "threads": len(os.listdir("/proc/self/task")),
     "signals": {int(n): str(signal.getsignal(n)) for n in signal.valid_signals()},
     "masked": sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))),
     "children": open(f"/proc/{me}/task/{me}/children").read().split() if "torch" not in sys.modules else [],
@@ -214,8 +215,8 @@ def test_a_signal_to_its_pid_or_its_group_ends_it(number: signal.Signals, cold: 
     process = started(SLEEP, cold=cold)
     process.send_signal(number)
     assert process.wait(5) == -number
-    process = started(SLEEP, cold=cold, start_new_session=True)
-    assert os.getpgid(process.pid) == process.pid
+    process = start(SLEEP, cold=cold, start_new_session=True)
+    assert os.getpgid(process.pid) == process.pid, "at once: who signals the group must not hit its own"
     os.killpg(process.pid, number)
     assert process.wait(5) == -number
     with pytest.raises(ProcessLookupError):

@@ -72,6 +72,7 @@ class Job:
     umask: int = 0o022
     ignored_signals: list[int] = field(default_factory=list)
     limits: dict[int, tuple[int, int]] = field(default_factory=dict)
+    cores: set[int] = field(default_factory=set)
 
 
 class Zygote:
@@ -82,10 +83,23 @@ class Zygote:
         self._lock = threading.Lock()
 
     def start(self, job: Job, descriptors: Sequence[int]) -> int:
-        """Return the pid of a new child of this process that runs the job; `descriptors` are this process's numbers."""
-        with self._lock:
-            socket.send_fds(self.channel, [pickle.dumps(job)], list(descriptors))
-            return struct.unpack("q", self.channel.recv(8))[0]
+        """Return the pid of a new child of this process that runs the job; `descriptors` are this process's numbers.
+
+        As after an exec the child has its session, folder and descriptors when this returns: a caller may ask for its
+        process group at once, to signal it.
+        """
+        reading, writing = os.pipe()
+        with open(reading, "rb") as ready:
+            try:
+                with self._lock:
+                    socket.send_fds(self.channel, [pickle.dumps(job)], [*descriptors, writing])
+                    answer = self.channel.recv(8)
+            finally:
+                os.close(writing)
+            if not answer:
+                raise RuntimeError("the warm interpreter has ended: what it said stands above")
+            ready.read()  # to its end: the child has closed it
+        return struct.unpack("q", answer)[0]
 
 
 class _Installed:
@@ -104,7 +118,8 @@ def install() -> None:
 def zygote_of_this_process() -> Zygote | None:
     """Return what clones children for this process; None where it starts everything cold."""
     if _Installed.zygote is None and _Installed.is_first:
-        _Installed.zygote = _start_first()
+        _Installed.is_first = False  # once, also where this system has no such thing
+        _Installed.zygote = _start_first() if sys.platform == "linux" else None
     return _Installed.zygote
 
 
@@ -123,7 +138,7 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def _start_first() -> Zygote:
+def _start_first() -> Zygote | None:
     from tests.ranks import IMPORT_TIME_ENVIRONMENT  # here: that module starts its fork server through this one
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -139,11 +154,14 @@ def _start_first() -> Zygote:
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
         )
-    if ours.recv(8) != b"imported":
-        first.wait()
-        raise RuntimeError("the warm interpreter did not start: what it said stands above")
-    first.returncode = 0  # it ends with this process, and nobody waits for it
-    return Zygote(ours, environment)
+    answer = ours.recv(8)
+    if answer == b"imported":
+        first.returncode = 0  # it ends with this process, and nobody waits for it
+        return Zygote(ours, environment)
+    first.wait()
+    if answer == b"cannot":
+        return None
+    raise RuntimeError("the warm interpreter did not start: what it said stands above")
 
 
 # --- which programs
@@ -228,21 +246,6 @@ def _execute_child(self: Any, *given: Any) -> None:
         program = _warm_program(call)
         zygote = zygote_of_this_process() if program is not None else None
     if zygote is None or program is None or differs_at_import(environment, zygote.environment):
-        if MARK in environment and os.environ.get("WARMLOG"):
-            with open(os.environ["WARMLOG"], "a") as f:
-                z = zygote.environment if zygote else {}
-                print(
-                    "COLD",
-                    [os.fspath(w) for w in call["args"]][:6],
-                    program is not None,
-                    zygote is not None,
-                    [
-                        (n, environment.get(n), z.get(n))
-                        for n in {*environment, *z}
-                        if n.startswith(READ_AT_IMPORT) and n != "PYTHONPATH" and environment.get(n) != z.get(n)
-                    ],
-                    file=f,
-                )
         _start_cold(self, *given)
         return
     sent: dict[int, int] = {number: number for number in _kept_descriptors(call)}
@@ -301,7 +304,8 @@ def _inherited(umask: int) -> dict[str, Any]:
             limits[getattr(resource, name)] = resource.getrlimit(getattr(resource, name))
     # SIGPIPE is ignored by Python itself, and Popen gives it back to its children.
     ignored = [n for n in signal.valid_signals() if signal.getsignal(n) == signal.SIG_IGN and n != signal.SIGPIPE]
-    return {"umask": umask, "limits": limits, "ignored_signals": [int(number) for number in ignored]}
+    cores = os.sched_getaffinity(0)
+    return {"umask": umask, "limits": limits, "ignored_signals": [int(number) for number in ignored], "cores": cores}
 
 
 _all_children: Any = psutil.Process.children

@@ -79,11 +79,16 @@ def serve_first() -> Execution:
     channel = socket.socket(fileno=int(sys.argv[1]))
     channel.set_inheritable(False)
     environment = dict(os.environ)
+    try:
+        _SYS_CLONE[os.uname().machine]
+        show_to_others([b"zygote"], [])
+    except (KeyError, OSError):
+        channel.send(b"cannot")
+        os._exit(0)
     warm.replace_popen()
     from tests import preload  # noqa: F401
 
     assert len(os.listdir("/proc/self/task")) == 1, "a library has started a thread, which a clone would not have"
-    show_to_others([b"zygote"], [])
     channel.send(b"imported")
     return _serve(channel, environment)
 
@@ -153,6 +158,8 @@ def _note_of_thread_number() -> ctypes.c_int | None:
 
 def _become(job: Job, received: list[int], environment: dict[str, str]) -> Execution:
     """Turn this clone into the program that was asked for."""
+    *received, unready = received
+    unready = _move_up(unready)
     if job.new_session:
         os.setsid()
     elif job.process_group >= 0:
@@ -163,21 +170,20 @@ def _become(job: Job, received: list[int], environment: dict[str, str]) -> Execu
     _take_descriptors(job.descriptors, received)
     os.chdir(job.folder)
     os.umask(job.umask)
+    os.sched_setaffinity(0, job.cores)
     for number, values in job.limits.items():
         with suppress(OSError, ValueError):
             resource.setrlimit(number, values)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
         ours.close()
+        os.close(unready)
         for number in job.descriptors:
             if number > 2:
                 os.close(number)
         return _serve(theirs, environment)
     theirs.close()
-    # Out of the way of the numbers that the program's own files would have.
-    channel = socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, warm.CHANNEL))
-    ours.close()
-    warm.set_zygote(Zygote(channel, environment))
+    warm.set_zygote(Zygote(socket.socket(fileno=_move_up(ours.detach())), environment))
     _set_signals(job.ignored_signals)
     _set_environment(job)
     _set_streams(job.program.unbuffered)
@@ -185,7 +191,16 @@ def _become(job: Job, received: list[int], environment: dict[str, str]) -> Execu
     numpy.random.seed()  # from the system, as at an import
     if backend := job.environment.get("MPLBACKEND"):  # a notebook's kernel sets it for all that is started from it
         matplotlib.rcParams["backend"] = backend
-    return load(job)
+    execution = load(job)
+    os.close(unready)
+    return execution
+
+
+def _move_up(descriptor: int) -> int:
+    """Give a descriptor a number out of the way of those that the program's own files would have."""
+    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, warm.CHANNEL)
+    os.close(descriptor)
+    return moved
 
 
 def _take_descriptors(wanted: list[int], received: list[int]) -> None:

@@ -180,7 +180,7 @@ def is_good(folder: Path, other: Path | None, asked: argparse.Namespace) -> bool
         folder, flips=asked.flips, others=asked.others, clean=asked.clean, seed=asked.seed, other=other
     )
     for kind, tried in count.tried.items():
-        print(f"{kind:40} {tried:6} tried {count.found[kind]:6} found")
+        print(f"{kind:50} {tried:6} tried {count.found[kind]:6} found")
     print(
         f"{folder.name}: {count.missed} of {count.tried.total()} missed; {count.false_alarms} of {count.clean} intact "
         f"ones refused; {count.seconds * 1e3:.2f} ms a verification",

@@ -17,6 +17,7 @@ from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.memory.hardware import parse_gpus
 from fsdp_trainer.memory.simulation import Simulation
 from fsdp_trainer.memory.simulation_workers import Ask
+from tests.e2e.commands import environment
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +28,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
     """Two processes for all spaces."""
-    with empty_cache(tmp_path_factory.mktemp("cache")) as found:
-        yield found
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment().items():  # so that the two begin warm
+            patch.setenv(name, value)
+        with empty_cache(tmp_path_factory.mktemp("cache")) as found:
+            yield found
 
 
 @pytest.mark.parametrize("name", ["offload", "quality", "two machines"])

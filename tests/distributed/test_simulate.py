@@ -18,7 +18,7 @@ from fsdp_trainer.memory.host import WORKER_BYTES
 from fsdp_trainer.memory.machine import machine_bytes
 from fsdp_trainer.memory.quick import simulate_quick
 from tests import simulation_runs
-from tests.ranks import run_ranks
+from tests.ranks import run_on_kept_ranks, run_ranks
 from tests.simulation_runs import SMALL, settings
 
 VOCABULARY, HIDDEN, WIDTH, LAYERS, TOKENS = 4096, 256, 512, 3, 512
@@ -69,7 +69,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     cases["random"]["model"]["init"] = "random"
     cases["frozen"] = settings(folder)
     cases["frozen"]["model"]["freeze"] = ["model.layers.0"]
-    return run_ranks(simulation_runs.simulate_all, 1, cases, "8xA100-80GB", timeout=300)[0]
+    return run_on_kept_ranks(simulation_runs.simulate_all, 1, cases, "8xA100-80GB", timeout=300, group="simulated")[0]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def on_t4(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
         "grouped": settings(folder, precision="fp16", model={"num_key_value_heads": 2}),
         "packed": settings(folder, precision="fp16", data={"packing": True}),
     }
-    return run_ranks(simulation_runs.simulate_all, 1, cases, "8xT4", timeout=300)[0]
+    return run_on_kept_ranks(simulation_runs.simulate_all, 1, cases, "8xT4", timeout=300, group="simulated")[0]
 
 
 def test_cpu_ranks_hold_tensors_and_processes_in_the_machines_memory(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_cpu_ranks_hold_tensors_and_processes_in_the_machines_memory(tmp_path: P
     }
     cases["random"]["model"]["init"] = "random"
     hardware = parse_gpus("2xCPU")
-    for name, found in run_ranks(simulation_runs.simulate_all, 1, cases, "2xCPU")[0].items():
+    for name, found in run_on_kept_ranks(simulation_runs.simulate_all, 1, cases, "2xCPU", group="simulated")[0].items():
         result, phases = found["json"], found["phases"]
         assert (result["reserved_gib"], found["streams"]) == (result["allocated_gib"], 1)
         assert result["limit"] * 2**30 == hardware.usable_bytes == machine_bytes() // 2
@@ -245,7 +245,9 @@ def test_extrapolation_is_exact_where_it_is_linear(tmp_path_factory: pytest.Temp
         "full": settings(folder, model=deep, activation_checkpointing={"mode": "full"}),
         "stage2": settings(folder, model=deep, sharding={"zero_stage": 2}),
     }
-    found = run_ranks(simulation_runs.extrapolate_and_simulate, 1, cases, "8xA100-80GB", timeout=300)[0]
+    found = run_on_kept_ranks(
+        simulation_runs.extrapolate_and_simulate, 1, cases, "8xA100-80GB", timeout=300, group="simulated"
+    )[0]
     for name, (guessed, full, linear) in found.items():
         assert linear, name
         assert guessed == full, name
@@ -259,7 +261,7 @@ def test_a_gpu_holds_what_a_cpu_rank_holds_where_kernels_are_the_same(tmp_path: 
     values = settings(tmp_path, model={"num_hidden_layers": 2}, activation_checkpointing={"mode": "full"})
     values["model"]["attention"] = "eager"
     values["data"]["eval"], values["eval"] = "unused.jsonl", {"at_end": True}
-    gpu, cpu, rows = run_ranks(simulation_runs.both_targets, 1, values)[0]
+    gpu, cpu, rows = run_on_kept_ranks(simulation_runs.both_targets, 1, values, group="simulated")[0]
     for phase in ("forward", "clip", "step", "evaluate"):
         assert gpu[phase] + rows - cpu[phase] == WORKSPACES, phase
     assert gpu["backward"] + rows - WORKSPACES <= cpu["backward"]
@@ -269,12 +271,14 @@ def test_a_gpu_holds_what_a_cpu_rank_holds_where_kernels_are_the_same(tmp_path: 
 def test_three_micro_batches_stand_for_all(stage: int, tmp_path: Path) -> None:
     values = settings(tmp_path, model={"num_hidden_layers": 2}, sharding={"zero_stage": stage})
     values["batch"] = {"global_batch_size": 48, "micro_batch_size": 1}
-    few, whole = run_ranks(simulation_runs.accumulated, 1, values)[0]
+    few, whole = run_on_kept_ranks(simulation_runs.accumulated, 1, values, group="simulated")[0]
     assert few == whole
 
 
 def test_segments_are_those_of_a_run(tmp_path: Path) -> None:
-    said, expandable, classic = run_ranks(simulation_runs.reserved, 1, settings(tmp_path), "8xA100-80GB")[0]
+    said, expandable, classic = run_on_kept_ranks(
+        simulation_runs.reserved, 1, settings(tmp_path), "8xA100-80GB", group="simulated"
+    )[0]
     assert cuda_allocator.SETTING == "expandable_segments:True"
     assert said == expandable != classic
     words = ["--gpus=8xA100-80GB", f"--model.path={settings(tmp_path)['model']['path']}", "--data.packing=false"]
@@ -308,20 +312,20 @@ def test_cache_key_follows_the_content(tmp_path: Path) -> None:
         "stage": ({**base, "sharding": {"zero_stage": 2}}, "8xA100-80GB"),
         "model": (settings(tmp_path, model={"num_hidden_layers": 5}), "8xA100-80GB"),
     }
-    found = run_ranks(simulation_runs.keys, 1, cases)[0]
+    found = run_on_kept_ranks(simulation_runs.keys, 1, cases, group="simulated")[0]
     assert found["base"] == found["same"]
     assert len(set(found.values())) == 4
 
 
 def test_bf16_is_refused_where_a_run_refuses_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no bf16"):
-        run_ranks(simulation_runs.simulate_all, 1, {"base": settings(tmp_path)}, "2xT4")
+        run_on_kept_ranks(simulation_runs.simulate_all, 1, {"base": settings(tmp_path)}, "2xT4", group="simulated")
 
 
 def test_ranks_that_do_not_divide_are_refused_before_anything_is_built(tmp_path: Path) -> None:
     apart = settings(tmp_path, sharding={"reshard_after_forward": 3}, batch={"global_batch_size": 16})
     with pytest.raises(ConfigError, match="must be a divisor"):
-        run_ranks(simulation_runs.simulate_all, 1, {"it": apart}, "2x8xA100-80GB")
+        run_on_kept_ranks(simulation_runs.simulate_all, 1, {"it": apart}, "2x8xA100-80GB", group="simulated")
 
 
 def test_small_model_is_what_the_numbers_say() -> None:
@@ -344,7 +348,7 @@ def test_plans_of_the_readme_are_what_simulate_says() -> None:
             for model, cell in cells.items()
         }
         gpus = machine_of(cells["Qwen3 0.6B"]).gpus
-        said = run_ranks(simulation_runs.simulate_all, 1, values, gpus, timeout=180)[0]
+        said = run_on_kept_ranks(simulation_runs.simulate_all, 1, values, gpus, timeout=180, group="simulated")[0]
     for model, cell in cells.items():
         assert said[model]["json"]["allocated_gib"] == pytest.approx(cell["simulated"]["allocated_gib"], abs=0.001)
         assert said[model]["json"]["min_capacity_gib"] == pytest.approx(

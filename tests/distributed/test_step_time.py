@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests import simulation_runs
-from tests.ranks import run_ranks
+from tests.ranks import run_on_kept_ranks
 from tests.simulation_runs import settings
 
 # Wide enough that products and bytes take the time, not the starting of operations.
@@ -53,7 +53,7 @@ def build(folder: Path) -> dict[str, tuple[str, Any]]:
 @pytest.fixture(scope="module")
 def times(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     cases = build(tmp_path_factory.mktemp("models"))
-    return run_ranks(simulation_runs.time_both, 1, cases, timeout=400)[0]
+    return run_on_kept_ranks(simulation_runs.time_both, 1, cases, timeout=400, group="simulated")[0]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 
 from examples.demo import make_data
 from fsdp_trainer.config import Config
+from tests.e2e.commands import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
@@ -49,7 +49,9 @@ def test_profiles_for_cpus_start(ranks: int, tmp_path: Path) -> None:
     )
     profile = ROOT / "configs" / "accelerate" / f"cpu-x{ranks}.yaml"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(profile), str(script)]
-    inherited = {name: value for name, value in os.environ.items() if name not in {"RANK", "WORLD_SIZE", "LOCAL_RANK"}}
+    inherited = {
+        name: value for name, value in environment().items() if name not in {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
+    }
     subprocess.run([*command, str(tmp_path)], check=True, timeout=200, env=inherited)
     seen = [(tmp_path / f"rank{rank}").read_text() for rank in range(ranks)]
     assert seen == [f"{rank} {ranks} 2 true" for rank in range(ranks)]

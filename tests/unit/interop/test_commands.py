@@ -25,6 +25,7 @@ def run(*words: str) -> Result:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_children")
 def test_the_commands_of_the_page_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them on the page's own files; the one that simulates, with a small model of this machine."""
     page = (ROOT / "docs" / "from_deepspeed.md").read_text(encoding="utf-8")
@@ -91,6 +92,7 @@ def test_wrong_words(words: list[str], part: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_children")
 def test_a_report_that_ends_with_memory(tmp_path: Path) -> None:
     """Before and after: the imported run simulated, DeepSpeed's own formula, and the best combination that fits."""
     model = tmp_path / "model"
@@ -124,6 +126,7 @@ def test_a_report_that_ends_with_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_children")
 @pytest.mark.parametrize(
     ("command", "content", "flags"),
     [

@@ -13,7 +13,7 @@ from fsdp_trainer.config import Config
 from fsdp_trainer.memory.hardware import parse_gpus
 from fsdp_trainer.memory.quick import simulate_quick
 from tests import simulation_runs
-from tests.ranks import run_ranks
+from tests.ranks import run_on_kept_ranks
 
 ROOT = Path(__file__).parents[3]
 MODELS = ("llama-3.1-8b", "qwen3-4b", "llama-3.2-1b", "llama-2-7b")
@@ -93,7 +93,9 @@ def test_the_simulation_never_falls_with_what_is_asked_for(tmp_path: Path) -> No
         "larger": ask(tmp_path, model=model, batch={"global_batch_size": 16, "micro_batch_size": 2}),
         "copies": ask(tmp_path, model=model, sharding={"replicate": 2}),
     }
-    found = run_ranks(simulation_runs.simulate_all, 1, cases, "2x4xA100-80GB", timeout=300)[0]
+    found = run_on_kept_ranks(simulation_runs.simulate_all, 1, cases, "2x4xA100-80GB", timeout=300, group="simulated")[
+        0
+    ]
     peak = {name: case["json"]["allocated_gib"] for name, case in found.items()}
     assert peak["stage3"] <= peak["stage2"] <= peak["stage1"] <= peak["stage0"]
     assert peak["full"] <= peak["every2"] <= peak["stage3"]

@@ -20,7 +20,7 @@ from fsdp_trainer.memory.quick import quick_timeline, simulate_quick
 from fsdp_trainer.memory.recording import CATEGORIES, PHASES
 from fsdp_trainer.memory.simulation import Simulation
 from tests import light_imports as light
-from tests.ranks import run_ranks
+from tests.ranks import run_on_kept_ranks
 
 ROOT = Path(__file__).parents[3]
 KEYS = set(
@@ -161,7 +161,7 @@ def test_peak_of_the_traced_run(tmp_path: Path, name: str) -> None:
     model, layers, gpus, settings = TRACED[name]
     config, hardware = make_config(model, tmp_path, layers=layers, **settings), parse_gpus(gpus)
     # In a process of its own: autograd takes no new kind of device after its first backward.
-    peak, phases, host = run_ranks(traced_peaks, 1, config.to_dict(), gpus, timeout=200)[0]
+    peak, phases, host = run_on_kept_ranks(traced_peaks, 1, config.to_dict(), gpus, timeout=200, group="simulated")[0]
     result = simulate_quick(config, hardware)
     assert result["allocated_gib"] * 2**30 == pytest.approx(peak, rel=0.02)
     assert result["host_gib"] * 2**30 == pytest.approx(host, rel=0.06)
@@ -205,7 +205,7 @@ def test_rows_beyond_learned_positions_are_refused_by_both_simulations(tmp_path:
     settings["data"] = {"seq_len": 101}
     with pytest.raises(ConfigError, match=r"data\.seq_len: 101, max_position_embeddings 100") as quick:
         simulate_quick(Config.from_dict(settings), parse_gpus("1xH100"))
-    assert run_ranks(traced_refusal, 1, settings, "1xH100")[0] == str(quick.value)
+    assert run_on_kept_ranks(traced_refusal, 1, settings, "1xH100", group="simulated")[0] == str(quick.value)
     shape = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 64}
     shape |= {"max_position_embeddings": 100, "word_embed_proj_dim": 32}
     (tmp_path / "config.json").write_text(json.dumps(shape | {"model_type": "opt"}))
