@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from tests import models, reference, schedule, twenty_steps, warm
-from tests.e2e.commands import environment
-from tests.ranks import end_kept_ranks, run_plainly
+from tests import schedule
 
-schedule.keep_to_own_cores()
+schedule.keep_to_own_cores()  # before torch is imported: its threads are as many as the cores that it sees then
+
+from tests import models, reference, twenty_steps, warm  # noqa: E402
+from tests.e2e.commands import environment  # noqa: E402
+from tests.ranks import end_kept_ranks, run_plainly  # noqa: E402
+
 warm.install()
 gc.disable()  # until the tests are collected: thousands of modules and items stay, and looking at them takes a second
 
