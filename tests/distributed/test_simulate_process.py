@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests import models, simulation_runs, step_runs, training_runs
-from tests.ranks import run_on_kept_ranks, run_ranks
+from tests.ranks import run_ranks
 
 Folder = Callable[[str], str]
 
@@ -56,9 +56,7 @@ def test_simulating_in_the_middle_of_a_run(model_folder: Folder, tmp_path: Path)
     documents = [[[document] for document in models.make_records(4, seed=seed)[1]] for seed in (1, 2)]
     asked = simulation_runs.settings(tmp_path)
     got = run_ranks(between_steps, 1, settings, documents, asked, timeout=300)[0]
-    fresh = run_on_kept_ranks(simulation_runs.simulate_all, 1, {"it": asked}, "8xA100-80GB", group="simulated")[0][
-        "it"
-    ]["json"]
+    fresh = run_ranks(simulation_runs.simulate_all, 1, {"it": asked}, "8xA100-80GB")[0]["it"]["json"]
     assert got["json"] == fresh
     assert got["losses"] == run_ranks(plain_steps, 1, settings, documents)[0]
     assert "/not/there" in got["error"] and "to fix" in got["error"]

@@ -89,7 +89,7 @@ def test_the_same_question_again_is_answered_from_the_cache(written: list[str], 
         f"import sys; from fsdp_trainer import cli\ntry: cli.main({words})\n"
         "except SystemExit as end: assert not end.code\nassert 'torch' not in sys.modules"
     )
-    ended = run_command([sys.executable, "-c", code], cwd=folder)
+    ended = run_command([sys.executable, "-c", code], cwd=folder, cold=True)
     assert ended.returncode == 0
     assert "by a full simulation" in ended.stdout
     assert {path.name: path.read_bytes() for path in (folder / "out").iterdir()} == before
