@@ -8,6 +8,7 @@ It must leave nothing behind that a fork cannot carry: no thread, no process gro
 import gc
 import importlib
 import pkgutil
+import sys
 import tempfile
 import threading
 
@@ -43,9 +44,13 @@ from fsdp_trainer.decoder_probe import check_decoder
 from fsdp_trainer.run import _build_meta
 from tests import models
 
-# All of the package but what is a program: those run what they hold when they are imported.
+# All of the package but what is a program, which runs what it holds when it is imported, and what simulates: a test
+# looks whether that came into a process that trains.
 for module in pkgutil.walk_packages(fsdp_trainer.__path__, "fsdp_trainer."):
-    if module.name.rpartition(".")[2] not in ("__main__", "train", "launch_agent"):
+    if module.name.rpartition(".")[2] not in (
+        *("__main__", "train", "launch_agent"),
+        *("simulated", "simulate", "traced_run", "extrapolate", "traced_time"),
+    ):
         importlib.import_module(module.name)
 
 # A table that Transformers makes at its first use, in 0.2 s, and keeps.
@@ -66,6 +71,7 @@ for kind in ("llama", "qwen3_tied", "gpt2"):
 
 assert threading.active_count() == 1, f"imports started threads: {threading.enumerate()}"
 assert not torch.distributed.is_initialized()
+assert "fsdp_trainer.simulated" not in sys.modules
 gc.collect()
 gc.enable()
 gc.freeze()  # forks then share these pages instead of copying them at the first collection
