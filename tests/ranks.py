@@ -24,18 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from tests import warm
+from tests.warm import IMPORT_TIME_ENVIRONMENT, REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 PRELOAD = "tests.preload"
-
-# Read when a library is imported, so they must be set before the fork server starts.
-IMPORT_TIME_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "TRANSFORMERS_VERBOSITY": "error",
-}
 
 # What `accelerate launch` with an FSDP profile on CPU exports (accelerate 1.15, utils/launch.py).
 LAUNCH_ENVIRONMENT = {

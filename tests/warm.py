@@ -37,6 +37,15 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 MARK = "FSDP_TRAINER_TESTS_WARM"
 ZYGOTE_NAME = "warm-zygote"  # at most 15 characters: the name that the kernel keeps of a process
 
+# Read when a library is imported, so they must be set before the first zygote starts.
+IMPORT_TIME_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+
 CHANNEL = 200  # the least number of the descriptor by which a process reaches its zygote
 
 # Read by a library or the interpreter when it is imported or started: with another value a process starts cold.
@@ -139,8 +148,6 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def _start_first() -> Zygote | None:
-    from tests.ranks import IMPORT_TIME_ENVIRONMENT  # here: that module starts its fork server through this one
-
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     environment = {**os.environ, **IMPORT_TIME_ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}
     for name in ("PYTHONPATH", MARK):

@@ -34,7 +34,7 @@ PARAMETERS = {
     "llama-3.3-70b": 70_553_706_496,
     "mistral-7b": 7_248_023_552,
 }
-# The two with the least to simulate: one GPU, and four that share weights which rest in host memory; both fp16.
+# The one with the least to simulate: one GPU, fp16.
 FULL = (("smollm2-135m", "1xT4"),)
 # What that one lacks: bf16, ZeRO 3, an optimizer in host memory.
 FEW_LAYERS = (("qwen3-4b", "4xA100-40GB"),)
