@@ -1,11 +1,11 @@
 """Writes configs/recipes: for each model and machine of RECIPES the planner's choice, with the memory that it promises.
 
-    .venv/bin/python -m configs.make_recipes [--again NAME] [--check [NAME ...]]
+    .venv/bin/python -m configs.make_recipes [--again NAME]
 
 A recipe is planned by closed form and simulated in full, both without a GPU; where the simulation says that it does not
 fit after all, the planner looks in full. Recipes that are there stay as they are; `--again` makes one anew, and one
-that RECIPES lacks is taken away. `--check` simulates in full again and compares with what is promised: about 20 s a
-recipe. The shapes in benchmarks/models are those of each model's own config.json; parameters are counted in a test.
+that RECIPES lacks is taken away. `python -m benchmarks.sweeps.recipes` compares what is promised with simulations anew.
+The shapes in benchmarks/models are those of each model's own config.json; parameters are counted in a test.
 """
 
 from __future__ import annotations
@@ -279,30 +279,12 @@ def difference(found: Simulation, promise: Promise) -> str:
     return "" if kept else f"{allocated:.3f} GiB at the peak, {least:.3f} to get through; {promise.line()}"
 
 
-def check_recipes(names: Sequence[str]) -> None:
-    """Simulate recipes in full (all where none is named); SystemExit 1 when a promise is not kept."""
-    broken = 0
-    for model, gpus, _ in RECIPES:
-        path = FOLDER / f"{name_of(model, gpus)}.yaml"
-        if names and path.stem not in names:
-            continue
-        begun = time.monotonic()
-        wrong = difference(simulate_recipe(model, gpus), read_promise(path))
-        print(f"{path.stem}: {wrong or 'kept'}, {time.monotonic() - begun:.1f} s", flush=True)
-        broken += bool(wrong)
-    raise SystemExit(1 if broken else 0)
-
-
 def main() -> None:
-    """Make recipes, or check those that are there."""
+    """Make the recipes that are not there, and those named with --again."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [name_of(model, gpus) for model, gpus, _ in RECIPES]
     parser.add_argument("--again", action="append", default=[], choices=names, help="make this one anew")
-    parser.add_argument("--check", nargs="*", metavar="NAME", help="simulate in full and compare")
-    words = parser.parse_args()
-    if words.check is not None:
-        check_recipes(words.check)
-    write_recipes(words.again)
+    write_recipes(parser.parse_args().again)
 
 
 if __name__ == "__main__":
