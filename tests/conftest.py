@@ -15,7 +15,7 @@ from tests import schedule
 
 schedule.keep_to_own_cores()  # before torch is imported: its threads are as many as the cores that it sees then
 
-from tests import models, reference, twenty_steps, warm  # noqa: E402
+from tests import models, reference, sweeps, twenty_steps, warm  # noqa: E402
 from tests.e2e.commands import environment  # noqa: E402
 from tests.ranks import end_kept_ranks, run_plainly  # noqa: E402
 
@@ -29,8 +29,9 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the tests as schedule.py says; those of a file stay together, in their order."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Sort the tests as schedule.py says; those of a file stay together, in their order. Sweeps are asked for."""
+    sweeps.deselect(config, items)
     items.sort(key=lambda item: schedule.place(item.nodeid))
 
 

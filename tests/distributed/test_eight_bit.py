@@ -15,6 +15,7 @@ import torch
 from tests import checkpoint_runs, eight_bit_runs, live_phases, models, reference
 from tests.distributed.test_pure_bf16 import spoiled
 from tests.ranks import run_on_kept_ranks, run_plainly, run_ranks
+from tests.sweeps import every_value, share, wanted_cases
 from tests.training_runs import settings
 from tests.twenty_steps import ROWS, allowed_pairs, batch, covered_pairs, frozen_part, name_of, train_all
 
@@ -98,14 +99,17 @@ def case_settings(case: Case, model: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def trained(model_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], dict[str, Any]]:
-    """Return a function that gives what a case trained; one group of ranks for all cases of a world size."""
+def trained(
+    request: pytest.FixtureRequest, model_folder: Folder, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Case], dict[str, Any]]:
+    """Return a function that gives what a case trained; one group of ranks for all wanted cases of a world size."""
+    wanted = wanted_cases(request)
     found: dict[int, dict[str, Any]] = {}
 
     def get(case: Case) -> dict[str, Any]:
         if case.world not in found:
             folder = tmp_path_factory.mktemp("cases")
-            runs = {name_of(c): case_settings(c, model_folder(c.model), folder) for c in CASES if c.world == case.world}
+            runs = {name_of(c): case_settings(c, model_folder(c.model), folder) for c in wanted if c.world == case.world}
             found[case.world] = run_ranks(train_all, case.world, runs, timeout=500)[0]
         return found[case.world][name_of(case)]
 
@@ -126,7 +130,7 @@ def movements(final: dict[str, torch.Tensor], result: reference.Result) -> dict[
     return {kind: along[kind] / total for kind, total in whole.items() if total}
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+@pytest.mark.parametrize("case", share(CASES, every_value(CASES), ids=name_of))
 @pytest.mark.timeout(900)  # the first of a world size trains all of them
 def test_8bit_follows_fp32_adamw(case: Case, trained: Any, twenty_reference_steps: Any) -> None:
     """Losses within 3 % over 20 steps; every kind of tensor goes 0.9 to 1.1 of the reference's way."""

@@ -13,6 +13,7 @@ import torch
 from tests import checkpoint_runs, reference, step_runs, training_runs
 from tests.distributed.test_eight_bit import save_flat_model
 from tests.ranks import run_on_kept_ranks, run_plainly, run_ranks
+from tests.sweeps import every_value, share, wanted_cases
 from tests.twenty_steps import allowed_pairs, batch, covered_pairs, frozen_part, name_of, train_all
 
 Folder = Callable[[str], str]
@@ -107,21 +108,24 @@ def case_settings(case: Case, model: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def trained(model_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], dict[str, Any]]:
-    """Return a function that gives what a case trained; one group of ranks for all cases of a world size."""
+def trained(
+    request: pytest.FixtureRequest, model_folder: Folder, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Case], dict[str, Any]]:
+    """Return a function that gives what a case trained; one group of ranks for all wanted cases of a world size."""
+    wanted = wanted_cases(request)
     found: dict[int, dict[str, Any]] = {}
 
     def get(case: Case) -> dict[str, Any]:
         if case.world not in found:
             folder = tmp_path_factory.mktemp("cases")
-            runs = {name_of(c): case_settings(c, model_folder(c.model), folder) for c in CASES if c.world == case.world}
+            runs = {name_of(c): case_settings(c, model_folder(c.model), folder) for c in wanted if c.world == case.world}
             found[case.world] = run_ranks(train_all, case.world, runs, timeout=500)[0]
         return found[case.world][name_of(case)]
 
     return get
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+@pytest.mark.parametrize("case", share(CASES, every_value(CASES), ids=name_of))
 @pytest.mark.timeout(900)  # the first of a world size trains all of them
 def test_fp32_parity(case: Case, trained: Any, twenty_reference_steps: Any) -> None:
     """Twenty steps of the plain reference: losses, norms and every tensor's movement; a frozen one has none."""
