@@ -67,9 +67,9 @@ class ModelConfig(Section):
     )
 
 
-# The names that formats.py looks for in a record.
+# What data/known_keys.py calls the columns of a record.
 COLUMNS = ("messages", "conversations", "prompt", "completion", "instruction", "output", "text")
-COLUMNS += ("tools", "system", "input", "history")
+COLUMNS += ("tools", "system", "input", "history", "chat_template_kwargs")
 
 
 class DataConfig(Section):

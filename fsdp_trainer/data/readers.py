@@ -6,18 +6,20 @@ Each record comes with its place for messages, and with the mark from which read
 import csv
 import gzip
 import io
+import itertools
 import json
 import re
 import shutil
 import sys
 import tempfile
 import zlib
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from fsdp_trainer.data.formats import RecordError
+from fsdp_trainer.data.strict_json import BOM, DECODER, checked_object, first_repeated, parse_record
 from fsdp_trainer.errors import DataError
 from fsdp_trainer.units import format_number
 
@@ -28,7 +30,6 @@ KINDS |= {".parquet": "table", ".arrow": "table"}
 _UNREADABLE = {".zip", ".xz", ".bz2", ".7z", ".tar", ".tgz", ".xlsx", ".xls", ".pdf", ".docx", ".pkl", ".pt", ".npy"}
 _MAX_TEXT_BYTES = 2**30  # a plain text file is one record, and a record is held in memory
 _TABLE_ROWS = 1024  # rows of a table turned into Python objects at a time
-_BOM = b"\xef\xbb\xbf"
 # The first bytes of what a file may be in spite of its name, with the ending that name should have; "": never read.
 _SIGNATURES = {b"\x1f\x8b": ("gzip", ".gz"), b"\x28\xb5\x2f\xfd": ("zstd", ".zst"), b"PAR1": ("Parquet", ".parquet")}
 _SIGNATURES |= {
@@ -38,7 +39,6 @@ _SIGNATURES |= {
     b"\xfd7zXZ": ("xz", ""),
 }
 _BLANKS = re.compile("[ \\t\\n\\r]*")
-_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 ONE_OBJECT_A_LINE = "write one JSON object a line, such as " + json.dumps(
     {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}
 )
@@ -66,6 +66,11 @@ class Record(NamedTuple):
     value: dict[str, Any] | RecordError
     where: str
     after: Mark
+    unread: tuple[str, ...] = ()  # the columns of its table that were left out
+
+
+# Given the names of a table's columns: which of them are read, None for all.
+Wanted = Callable[[list[str]], Collection[str] | None]
 
 
 def file_kind(path: Path) -> str | None:
@@ -88,8 +93,8 @@ def refuse_unreadable(path: Path) -> None:
             )
 
 
-def read_records(path: Path, *, start: Mark = START, wanted: Collection[str] = ()) -> Iterator[Record]:
-    """Yield the records of a file from a mark on; of tables only the columns in `wanted`, where it names any.
+def read_records(path: Path, *, start: Mark = START, wanted: Wanted = lambda names: None) -> Iterator[Record]:
+    """Yield the records of a file from a mark on; of tables only the columns that `wanted` names.
 
     DataError for what is wrong with the whole file: another encoding, a damaged or cut file, a header without a name.
     """
@@ -101,35 +106,6 @@ def read_records(path: Path, *, start: Mark = START, wanted: Collection[str] = (
     if kind == "text":
         return _read_text(path, start=start)
     return _read_array(path, start=start) if _is_array(path) else _read_json_lines(path, start=start)
-
-
-def parse_record(line: bytes) -> dict[str, Any]:
-    """Parse one line of UTF-8; raise RecordError for broken JSON, repeated keys, lone surrogates, or not an object."""
-    try:
-        # Decoded here: json would take bytes with every second one NUL for UTF-16.
-        value = _DECODER.decode(line.decode())
-    except json.JSONDecodeError as error:
-        what = f"not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
-        raise RecordError("broken JSON", what + _explain_broken(line, error.msg)) from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of nested brackets
-        raise RecordError("broken JSON", f"not readable as JSON: {error}") from None
-    return _checked_object(value, surrogates=_SURROGATE_ESCAPE.search(line) is not None)
-
-
-def _explain_broken(line: bytes, message: str) -> str:
-    if line.startswith(_BOM):
-        return "; a byte order mark (BOM) stands here, as between files put behind each other"
-    if line.strip() == b"{":
-        return "; an object stands on one line, not over several"
-    if message == "Extra data":
-        return "; a line holds one record, and ends with \\n" + (" (here \\r alone stands)" if b"\r" in line else "")
-    return ""
-
-
-def json_type(value: Any) -> str:
-    """Name the type of a JSON value as its author would."""
-    names = {dict: "object", list: "list", str: "string", bool: "boolean", int: "number", float: "number"}
-    return names.get(type(value), "null" if value is None else type(value).__name__)
 
 
 # JSON
@@ -155,22 +131,22 @@ def _is_array(path: Path) -> bool:
 def _read_array(path: Path, *, start: Mark) -> Iterator[Record]:
     """Yield the elements of a file that is one JSON array; its text is held in memory whole, its elements are not."""
     text = "".join(line.decode() for line, _ in _lines(path, start=START))
-    elements = enumerate(_elements(text))
-    while True:
+    elements = _elements(text)
+    for index in itertools.count():
         try:
-            index, value = next(elements)
+            value = next(elements)
         except StopIteration:
             return
         except (ValueError, RecursionError, RecordError) as error:
             raise DataError(
                 f"{path}:1: starts with [ but is neither a record nor part of a JSON array",
-                values=str(error),
+                values=f"element {index}: {error}",
                 fix=ONE_OBJECT_A_LINE,
             ) from None
         if index < start.offset:
             continue
         try:
-            value = _checked_object(value, surrogates=True)
+            value = checked_object(value, surrogates=True)
         except RecordError as error:
             value = error
         yield Record(value, f"{path}: element {index} of the array", Mark(index + 1, index + 1))
@@ -180,7 +156,7 @@ def _elements(text: str) -> Iterator[Any]:
     at = _after_blanks(text, text.index("[") + 1)
     more = text[at : at + 1] != "]"
     while more:
-        value, at = _DECODER.raw_decode(text, at)
+        value, at = DECODER.raw_decode(text, at)
         yield value
         at = _after_blanks(text, at)
         if text[at : at + 1] not in (",", "]"):
@@ -197,40 +173,13 @@ def _after_blanks(text: str, at: int) -> int:
     return match.end()
 
 
-def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        name = _first_repeated([name for name, _ in pairs])
-        raise RecordError("repeated key", f"the key {name!r} stands twice in one object; only one could be used")
-    return value
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_object_without_repeats)  # json.loads would build one for every record
-
-
-def _first_repeated(names: list[str]) -> str | None:
-    return next((name for name in names if names.count(name) > 1), None)
-
-
-def _checked_object(value: Any, *, surrogates: bool) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise RecordError("wrong type", f"a record is a JSON object, this is a {json_type(value)}")
-    if surrogates:
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            code = f"\\u{ord(error.object[error.start]):04x}"
-            raise RecordError("lone surrogate", f"{code} is half of a character pair and stands for no text") from None
-    return value
-
-
 # CSV and plain text
 
 
 def _read_csv(path: Path, *, start: Mark, delimiters: str) -> Iterator[Record]:
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the default, 128 KiB, is shorter than many a document
     header, delimiter, first = _csv_header(path, delimiters=delimiters)
-    if (repeated := _first_repeated(header)) is not None:
+    if (repeated := first_repeated(header)) is not None:
         raise DataError(
             f"{path}:1: two columns have one name", values=f"{repeated!r} in {header}", fix="rename one of them"
         )
@@ -337,7 +286,7 @@ def _lines(path: Path, *, start: Mark) -> Generator[tuple[bytes, Mark], None, No
             if not number and b"\0" in raw:  # no text: later lines with one are broken records, each by itself
                 raise _not_utf8(path, raw, at=raw.index(b"\0"), offset=0, number=1)
             offset, number = offset + len(raw), number + 1
-            yield raw.removeprefix(_BOM) if number == 1 else raw, Mark(offset, number)
+            yield raw.removeprefix(BOM) if number == 1 else raw, Mark(offset, number)
 
 
 def _open(path: Path) -> IO[bytes]:
@@ -415,14 +364,14 @@ def _guess_encoding(first_line: bytes) -> str:
 # Tables
 
 
-def _read_table(path: Path, *, start: Mark, wanted: Collection[str]) -> Iterator[Record]:
+def _read_table(path: Path, *, start: Mark, wanted: Wanted) -> Iterator[Record]:
     import pyarrow
 
     try:
-        for first, batch in _batches(path, start=start.offset, wanted=wanted):
+        for first, batch, unread in _batches(path, start=start.offset, wanted=wanted):
             for row, value in enumerate(batch.to_pylist(), start=first + 1):
                 filled = {name: _without_nulls(cell) for name, cell in value.items()}
-                yield Record(filled, f"{path}: row {row}", Mark(row, row))
+                yield Record(filled, f"{path}: row {row}", Mark(row, row), unread)
     except UnicodeDecodeError as error:
         raise DataError(
             "a text of the table is not UTF-8", values=f"{path}: {error}", fix="write the table again as UTF-8"
@@ -441,8 +390,8 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _batches(path: Path, *, start: int, wanted: Collection[str]) -> Iterator[tuple[int, Any]]:
-    """Yield (number of its first row, batch), from row `start` on; row groups and batches before it are not decoded."""
+def _batches(path: Path, *, start: int, wanted: Wanted) -> Iterator[tuple[int, Any, tuple[str, ...]]]:
+    """Yield (number of its first row, batch, columns left out), from row `start` on; what is before is not decoded."""
     if ".parquet" in path.name.lower():
         yield from _parquet_batches(path, start=start, wanted=wanted)
         return
@@ -453,28 +402,28 @@ def _batches(path: Path, *, start: int, wanted: Collection[str]) -> Iterator[tup
         is_file = file.read(6) == b"ARROW1"
         file.seek(0)
         reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
-        columns = _columns(reader.schema.names, path=path, wanted=wanted)
+        columns, unread = _columns(reader.schema.names, path=path, wanted=wanted)
         batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else iter(reader)
         first = 0
         for batch in batches:
             after = first + batch.num_rows
             for at in range(max(first, start), after, _TABLE_ROWS):
-                yield at, batch.select(columns).slice(at - first, min(_TABLE_ROWS, after - at))
+                yield at, batch.select(columns).slice(at - first, min(_TABLE_ROWS, after - at)), unread
             first = after
 
 
-def _parquet_batches(path: Path, *, start: int, wanted: Collection[str]) -> Iterator[tuple[int, Any]]:
+def _parquet_batches(path: Path, *, start: int, wanted: Wanted) -> Iterator[tuple[int, Any, tuple[str, ...]]]:
     from pyarrow import parquet
 
     with _seekable(path) as file, parquet.ParquetFile(file) as table:
-        columns = _columns(table.schema_arrow.names, path=path, wanted=wanted)
+        columns, unread = _columns(table.schema_arrow.names, path=path, wanted=wanted)
         first = 0
         for group in range(table.num_row_groups):
             after = first + table.metadata.row_group(group).num_rows
             if after > start:
                 for batch in table.iter_batches(_TABLE_ROWS, row_groups=[group], columns=columns):
                     if (skipped := min(batch.num_rows, max(0, start - first))) < batch.num_rows:
-                        yield first + skipped, batch.slice(skipped)
+                        yield first + skipped, batch.slice(skipped), unread
                     first += batch.num_rows
             first = after
 
@@ -494,7 +443,10 @@ def _seekable(path: Path) -> IO[bytes]:
     return file
 
 
-def _columns(names: list[str], *, path: Path, wanted: Collection[str]) -> list[str]:
-    if (repeated := _first_repeated(names)) is not None:
+def _columns(names: list[str], *, path: Path, wanted: Wanted) -> tuple[list[str], tuple[str, ...]]:
+    if (repeated := first_repeated(names)) is not None:
         raise DataError(f"{path}: two columns have one name", values=repr(repeated), fix="rename one of them")
-    return [name for name in names if name in wanted] or names
+    read = wanted(names)
+    if read is None:
+        return names, ()
+    return [name for name in names if name in read], tuple(name for name in names if name not in read)

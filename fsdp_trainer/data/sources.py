@@ -5,22 +5,17 @@ A broken record takes its place in the stream, named by file and line: whether i
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from fsdp_trainer.config import COLUMNS, SourceConfig
-from fsdp_trainer.data.formats import (
-    Chat,
-    Plain,
-    RecordError,
-    canonical,
-    example_from_record,
-    recognise_format,
-)
+from fsdp_trainer.config import SourceConfig
+from fsdp_trainer.data.formats import Chat, Plain, RecordError, canonical
+from fsdp_trainer.data.known_keys import Shape, columns_to_read
 from fsdp_trainer.data.readers import (
     HOW_TO_WRITE,
     ONE_OBJECT_A_LINE,
@@ -31,6 +26,7 @@ from fsdp_trainer.data.readers import (
     read_records,
     refuse_unreadable,
 )
+from fsdp_trainer.data.shapes import example_from_record, recognise_shape
 from fsdp_trainer.errors import DataError
 
 _SPLIT_NAME = re.compile(
@@ -63,6 +59,7 @@ class Example:
     content: Chat | Plain
     where: str
     digest: int
+    unread: tuple[str, ...] = ()  # the columns of the record that nothing reads
 
 
 @dataclass(frozen=True)
@@ -106,36 +103,40 @@ def read_file(
     path: Path, *, record_format: str = "auto", columns: Mapping[str, str] | None = None, start: Mark = START
 ) -> Iterator[tuple[Example | BadRecord, Mark]]:
     """Yield the records of one file from a mark on, each with the mark behind it; refuse a file without any."""
-    wanted = {(columns or {}).get(key, key) for key in COLUMNS}
-    file_format = None if record_format == "auto" else record_format
-    if file_format is None and start != START:
-        file_format = _format_of(path, columns=columns, wanted=wanted)
+    columns = columns or {}
+    wanted = partial(columns_to_read, columns=columns, record_format=record_format)
+    shape = None
+    if start != START:  # the file's first good record is behind
+        shape = _shape_of(path, record_format=record_format, columns=columns, wanted=wanted)
     empty = True
     for record in read_records(path, start=start, wanted=wanted):
         empty = False
         try:
             value = _renamed(record, columns)
-            file_format = file_format or recognise_format(value)
-            content = example_from_record(value, file_format)
+            shape = shape or recognise_shape(value, record_format=record_format, renamed=columns)
+            content, unread = example_from_record(value, shape)
         except RecordError as error:
             yield BadRecord(kind=error.kind, where=record.where, what=error.what), record.after
         else:
-            yield Example(content, record.where, xxhash.xxh3_64_intdigest(canonical(content))), record.after
+            digest = xxhash.xxh3_64_intdigest(canonical(content))
+            yield Example(content, record.where, digest, unread + record.unread), record.after
     if empty and start == START:
         fix = HOW_TO_WRITE.get(file_kind(path) or "", ONE_OBJECT_A_LINE)
         raise DataError("the data file holds no records", values=str(path), fix=fix)
 
 
-def _format_of(path: Path, *, columns: Mapping[str, str] | None, wanted: set[str]) -> str | None:
+def _shape_of(
+    path: Path, *, record_format: str, columns: Mapping[str, str], wanted: Callable[[list[str]], Collection[str] | None]
+) -> Shape | None:
     for record in read_records(path, wanted=wanted):
         try:
-            return recognise_format(_renamed(record, columns))
+            return recognise_shape(_renamed(record, columns), record_format=record_format, renamed=columns)
         except RecordError:
             continue
     return None
 
 
-def _renamed(record: Record, columns: Mapping[str, str] | None) -> dict[str, Any]:
+def _renamed(record: Record, columns: Mapping[str, str]) -> dict[str, Any]:
     if isinstance(record.value, RecordError):
         raise record.value
     if not columns:
