@@ -27,7 +27,12 @@ def make_tiny_model(folder: str | Path, *, records: str | Path, vocab_size: int 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=list(SPECIAL_TOKENS), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # else a byte that the records lack would vanish
+        show_progress=False,
+    )
     tokenizer.train_from_iterator(_texts(Path(records)), trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     described = {
@@ -60,7 +65,7 @@ def make_tiny_model(folder: str | Path, *, records: str | Path, vocab_size: int 
 
 
 def _texts(records: Path) -> Iterator[str]:
-    for line in records.read_text(encoding="utf-8").splitlines():
+    for line in filter(str.strip, records.read_text(encoding="utf-8").split("\n")):  # splitlines also cuts at U+2028
         for message in json.loads(line)["messages"]:
             yield message["content"]
 

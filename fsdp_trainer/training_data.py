@@ -89,10 +89,14 @@ def load_training_data(
     # The template that trained goes with the exported model, wherever it came from.
     tokenizer.chat_template = read_chat_template(config.data.chat_template, tokenizer=tokenizer)
     vocab_size = hf_config.get_text_config().vocab_size
+    generation_config = load_generation_config(config.model)
+    stop_ids = _stop_ids(generation_config, hf_config)
     sources = {"train": config.data.train, "eval": evaluation_source(config.data)}
     prepared, stream = {}, None
     if config.data.streaming:
-        stream = build_stream(config.data, tokenizer=tokenizer, seed=config.train.seed, vocab_size=vocab_size)
+        stream = build_stream(
+            config.data, tokenizer=tokenizer, seed=config.train.seed, vocab_size=vocab_size, stop_ids=stop_ids
+        )
         prepared["train"] = first_rows(stream)
         del sources["train"]
     for split, source in sources.items():
@@ -105,6 +109,7 @@ def load_training_data(
                     seed=config.train.seed,
                     split=split,  # type: ignore[arg-type]
                     vocab_size=vocab_size,
+                    stop_ids=stop_ids,
                     is_writer=is_writer,
                     on_records=after_records,
                 )
@@ -120,7 +125,7 @@ def load_training_data(
         evaluation=prepared["eval"][0] if "eval" in prepared else None,
         reports=tuple((_report_name(name, stream), report) for name, (_, report) in prepared.items()),
         tokenizer=tokenizer,
-        generation_config=load_generation_config(config.model),
+        generation_config=generation_config,
         pad_token_id=_pad_token_id(tokenizer, vocab_size=vocab_size),
         steps_per_epoch=None if stream else steps_per_epoch(train.n_rows, global_batch_size=batch),
         digest=stream_digest(stream, first=identify_rows(train)) if stream else identify_rows(train),
@@ -185,6 +190,15 @@ def load_generation_config(model: ModelConfig) -> GenerationConfig | None:
         return GenerationConfig.from_pretrained(local_model(model.path), revision=model.revision or "main")
     except OSError:  # many models have none
         return None
+
+
+def _stop_ids(generation_config: GenerationConfig | None, hf_config: Any) -> tuple[int, ...]:
+    """Return the tokens at which generation stops: of the generation config, or else of the model's."""
+    for config in (generation_config, hf_config, hf_config.get_text_config()):
+        found = getattr(config, "eos_token_id", None)
+        if found is not None:
+            return tuple(found) if isinstance(found, list | tuple) else (found,)
+    return ()
 
 
 def _pad_token_id(tokenizer: Any, *, vocab_size: int) -> int:

@@ -5,10 +5,12 @@ conversation up to each turn and checking that the text so far is a prefix of th
 """
 
 import json
+import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jinja2
@@ -33,6 +35,8 @@ TYPED_CONTROL = "control tokens in messages"
 END_INSIDE_ANSWER = "end of turn inside an answer"
 REWRITTEN = "answers written differently once more follows"
 HEADER_TRAINED = "answers trained on with their header"
+PART_LOST = "answers of which the template leaves a part out"
+UNREAD_VARIABLE = "chat_template_kwargs that the template does not read"
 
 
 class Piece(NamedTuple):
@@ -57,6 +61,7 @@ class ChatTemplate:
     source: str
     variables: dict[str, Any]  # bos_token and the like, which templates write out
     turn_end: str | None  # text of the token that ends an assistant turn; None: no such token was found
+    ends: frozenset[str]  # text of the tokens at which generation stops
     has_markers: bool  # generation markers that cover an answer with the end of its turn, and no question
     asks: bool  # it can write the header of the next answer; where it cannot, an answer's header is part of the answer
     control: ControlTokens
@@ -98,12 +103,22 @@ def _own_template(tokenizer: "PreTrainedTokenizerBase") -> str | None:
     return tokenizer.get_chat_template() if found else None
 
 
-def build_chat_template(source: str, *, tokenizer: "PreTrainedTokenizerBase", sanitize: bool = True) -> ChatTemplate:
-    """Compile a template and learn from a probe conversation how it ends an assistant turn."""
-    control = build_control_tokens(tokenizer)
-    variables = dict(tokenizer.special_tokens_map)
+def build_chat_template(
+    source: str, *, tokenizer: "PreTrainedTokenizerBase", ends: Collection[str] = (), sanitize: bool = True
+) -> ChatTemplate:
+    """Compile a template and learn from a probe conversation how it ends an assistant turn.
+
+    `ends`: the text of the tokens at which generation stops.
+    """
     bare = ChatTemplate(
-        source, variables, turn_end=None, has_markers=False, asks=True, control=control, sanitize=sanitize
+        source,
+        variables=dict(tokenizer.special_tokens_map),
+        turn_end=None,
+        ends=frozenset(ends),
+        has_markers=False,
+        asks=True,
+        control=(control := build_control_tokens(tokenizer)),
+        sanitize=sanitize,
     )
     probe = ({"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _PROBE})
     try:
@@ -150,20 +165,23 @@ def chat_pieces(chat: Chat, *, template: ChatTemplate, train_on: str) -> tuple[l
     targets = [index for index in answers if index >= chat.first_target]
     trained = [index for index in targets if chat.messages[index].get("train", True)]
     filled = [index for index in trained if _is_filled(chat.messages[index])]
-    if train_on == "all" and len(trained) < len(targets):
+    marked = len(trained) < len(targets) or any("untrained" in chat.messages[index] for index in trained)
+    if train_on == "all" and marked:
         raise RecordError(
             "not supported",
-            "an answer is marked as not to be trained on (weight 0 or train false), and data.train_on: all trains on "
-            "every token; set data.train_on: assistant, or leave out the mark",
+            "an answer or a part of one is marked as not to be trained on (weight 0, train false or the like), and "
+            "data.train_on: all trains on every token; set data.train_on: assistant, or leave out the mark",
         )
     if targets and not filled:
         raise Dropped("empty answer" if trained else "every answer marked as not to be trained on")
     chat, notes = _without_control_tokens(chat, template=template)
+    notes += _unread_variables(chat, template=template)
     _check_parts(chat, template=template)
     if train_on == "all":
         text = _render_chat(template, chat)[0]
         _check_messages(text, chat, template=template)
-        return [Piece(text, True)], notes
+        lost = any(_lost_part(text, chat.messages[index]) for index in answers)
+        return [Piece(text, True)], notes + [PART_LOST] * lost
     if not targets:
         raise RecordError("no answer", "no assistant message to train on")
     if train_on == "last_assistant":
@@ -173,6 +191,7 @@ def chat_pieces(chat: Chat, *, template: ChatTemplate, train_on: str) -> tuple[l
         text, marked = _render_chat(template, chat, markers=True)
         if len(marked) == len(answers):
             spans = [marked[answers.index(index)] for index in filled]
+            spans = [(start, _reach_end(text, end, template=template)) for start, end in spans]
     if not spans:
         text, _ = _render_chat(template, chat)
         spans = [_turn_span(text, chat, index, template=template, notes=notes) for index in filled]
@@ -180,7 +199,12 @@ def chat_pieces(chat: Chat, *, template: ChatTemplate, train_on: str) -> tuple[l
     _check_messages(text, chat, template=template)
     for index, (start, end) in zip(filled, spans, strict=True):
         _check_whole_answer(text[start:end], chat.messages[index], index=index, asked=train_on)
-    return _cut(text, spans), notes
+    stretches = [
+        stretch
+        for index, span in zip(filled, spans, strict=True)
+        for stretch in _trained_stretches(text, span, chat.messages[index], index=index)
+    ]
+    return _cut(text, stretches), notes
 
 
 def _is_filled(message: dict[str, Any]) -> bool:
@@ -205,7 +229,7 @@ def _without_control_tokens(chat: Chat, *, template: ChatTemplate) -> tuple[Chat
     notes: list[str] = []
     messages = list(chat.messages)
     for index, message in enumerate(messages):
-        fields = {key: value for key, value in message.items() if key != "role"}
+        fields = {key: value for key, value in message.items() if key not in ("role", "untrained")}
         if not template.control.found_in(fields):
             continue
         if message["role"] != "assistant":
@@ -235,10 +259,10 @@ def _turn_span(text: str, chat: Chat, index: int, *, template: ChatTemplate, not
         end = len(upto)
         if template.turn_end is not None and (found := text.rfind(template.turn_end, start, end)) >= 0:
             end = found + len(template.turn_end)  # what follows the token (a newline in ChatML) is never generated
-        return start, end
+        return start, _reach_end(text, end, template=template)
     # Written in another way where it is the last: with thinking (Qwen 3), or with an end of text after it (Phi). The
     # answer may still stand right where the model is asked for it, closed by its end of turn.
-    end = _answer_end(text, start, chat.messages[index], template=template)
+    end = _answer_end(text, start, chat, index, template=template)
     if end is None:
         raise _no_mask(
             f"the template writes messages[{index}] differently when more follows, so this answer cannot be told from "
@@ -247,7 +271,48 @@ def _turn_span(text: str, chat: Chat, index: int, *, template: ChatTemplate, not
         )
     if not upto.startswith(text[:end]) and REWRITTEN not in notes:
         notes.append(REWRITTEN)
-    return start, end
+    return start, _reach_end(text, end, template=template)
+
+
+def _reach_end(text: str, end: int, *, template: ChatTemplate) -> int:
+    """Return where an answer ends that goes on, behind its end of turn, to a token at which generation stops.
+
+    Cohere's templates close an answer with two control tokens, of which the model has to write both.
+    """
+    before = [match.group() for match in template.control.pattern.finditer(text, max(0, end - 64), end)]
+    if before and before[-1] in template.ends:
+        return end
+    at = end
+    while match := template.control.pattern.match(text, at):
+        at = match.end()
+        if match.group() in template.ends:
+            return at
+    return end
+
+
+def _trained_stretches(
+    text: str, span: tuple[int, int], message: dict[str, Any], *, index: int
+) -> Iterator[tuple[int, int]]:
+    """Yield an answer's span without the stretches of its content that the record marks as no target."""
+    start, end = span
+    content: str = message["content"]
+    if untrained := message.get("untrained"):
+        said = content.strip()
+        found = text.find(said, start, end)
+        if found < 0 or text.find(said, found + 1, end) >= 0:
+            raise _no_mask(
+                f"parts of messages[{index}] are marked as no targets, and the template does not write its content "
+                "word for word, so they cannot be told from the rest",
+                fix="or leave out the marks",
+            )
+        first = found - (len(content) - len(content.lstrip()))  # where the content would start with its blanks
+        for left, right in untrained:
+            left, right = max(first + left, found), min(first + right, found + len(said))
+            if start < left < right:
+                yield start, left
+            start = max(start, right)
+    if start < end:
+        yield start, end
 
 
 def _no_mask(what: str, *, fix: str) -> RecordError:
@@ -257,8 +322,12 @@ def _no_mask(what: str, *, fix: str) -> RecordError:
 
 def _turn_start(text: str, chat: Chat, index: int, *, template: ChatTemplate) -> int | None:
     if index > 0:
-        before, _ = _render_chat(template, chat, stop=index, ask=True)
-        return len(before) if text.startswith(before) else None
+        # A variable such as Qwen 3's enable_thinking changes what an answer is asked with, and no earlier answer.
+        for asking in (chat, replace(chat, template_kwargs={}))[: 1 + bool(chat.template_kwargs)]:
+            before, _ = _render_chat(template, asking, stop=index, ask=True)
+            if text.startswith(before):
+                return len(before)
+        return None
     # The assistant speaks first: many templates cannot render an empty conversation, so the header they would write
     # for the next turn is looked up in the text instead.
     asked, _ = _render_chat(template, chat, ask=True)
@@ -267,16 +336,48 @@ def _turn_start(text: str, chat: Chat, index: int, *, template: ChatTemplate) ->
     return found + len(header) if found >= 0 else None
 
 
-def _answer_end(text: str, start: int, message: dict[str, Any], *, template: ChatTemplate) -> int | None:
+def _answer_end(text: str, start: int, chat: Chat, index: int, *, template: ChatTemplate) -> int | None:
     """Return the end of an answer that stands at `start`, word for word and closed by the end of turn, else None."""
-    answer = message["content"].strip()
-    if not answer or template.turn_end is None or message.get("tool_calls"):
+    answer = chat.messages[index]["content"].strip()
+    if template.turn_end is None:
+        return None
+    if chat.messages[index].get("tool_calls"):
+        return _calls_end(text, start, chat, index, template=template)
+    if not answer:
         return None
     found = text.find(answer, start)
     end = text.find(template.turn_end, found + len(answer))
     if found < 0 or end < 0 or text[start:found].strip() or text[found + len(answer) : end].strip():
         return None
     return end + len(template.turn_end)
+
+
+def _calls_end(text: str, start: int, chat: Chat, index: int, *, template: ChatTemplate) -> int | None:
+    """Return the end of an answer at `start` that calls tools: a mark in its last call tells where that is written.
+
+    The text before the answer and after its end of turn must be the same with the mark as without.
+    """
+    marked, parts = mark_parts(replace(chat, tools=(), messages=chat.messages[index : index + 1]))
+    messages = (*chat.messages[:index], *marked.messages, *chat.messages[index + 1 :])
+    written, _ = _render_chat(template, replace(chat, messages=messages))
+    last = written.rfind([mark for mark, what in parts.items() if "tool call" in what][-1])
+    if last < 0 or not written.startswith(text[:start]) or (found := written.find(template.turn_end or "", last)) < 0:
+        return None
+    after = written[found + len(template.turn_end or "") :]
+    return len(text) - len(after) if text.endswith(after) and len(text) - len(after) > start else None
+
+
+def _unread_variables(chat: Chat, *, template: ChatTemplate) -> list[str]:
+    """Refuse texts and lists for a template that does not read them; a switch is only counted."""
+    unread = [name for name in chat.template_kwargs if not re.search(rf"\b{re.escape(name)}\b", template.source)]
+    for name in unread:
+        if (value := chat.template_kwargs[name]) and not isinstance(value, bool | int | float):
+            raise RecordError(
+                "not supported",
+                f"chat_template_kwargs.{name} is {str(value)[:40]!r}, and the chat template does not read it; use one "
+                "that does (data.chat_template), or take it out",
+            )
+    return [UNREAD_VARIABLE] if unread else []
 
 
 def _check_parts(chat: Chat, *, template: ChatTemplate) -> None:
@@ -305,26 +406,29 @@ def _refuse_lost(marked: Chat, parts: dict[str, str], *, template: ChatTemplate)
 
 def _check_whole_answer(written: str, message: dict[str, Any], *, index: int, asked: str) -> None:
     """Refuse a template that leaves part of an answer out (DeepSeek R1: the reasoning); blanks may differ."""
+    if (lost := _lost_part(written, message)) is not None:
+        other = "" if asked == "last_assistant" else "data.train_on: last_assistant where it keeps the last, "
+        raise _no_mask(
+            f"the template leaves out or rewrites part of messages[{index}] ({lost})",
+            fix=f"or {other}or data.train_on: all, which trains on the text as it is written, without that part",
+        )
+
+
+def _lost_part(written: str, message: dict[str, Any]) -> str | None:
+    """Return what a text leaves out of an answer, None where it has all of it."""
     if not message.get("tool_calls") and "reasoning_content" not in message and message["content"] in written:
-        return  # word for word, as nearly all are
+        return None  # word for word, as nearly all are
     squeezed = "".join(written.split())
     at = 0
     for text in _answer_texts(message):  # one after the other: a short reasoning may stand in the answer's text as well
         wanted = "".join(text.split())
         at = squeezed.find(wanted, at) + len(wanted)
         if at < len(wanted):
-            raise _left_out(repr(text.strip()[:40]), index=index, asked=asked)
+            return repr(text.strip()[:40])
     for call in message.get("tool_calls", ()):
         if "".join(call["function"]["name"].split()) not in squeezed:
-            raise _left_out(f"the tool call {call['function']['name']!r}", index=index, asked=asked)
-
-
-def _left_out(what: str, *, index: int, asked: str) -> RecordError:
-    other = "" if asked == "last_assistant" else "data.train_on: last_assistant where it keeps the last, "
-    return _no_mask(
-        f"the template leaves out or rewrites part of messages[{index}] ({what})",
-        fix=f"or {other}or data.train_on: all",
-    )
+            return f"the tool call {call['function']['name']!r}"
+    return None
 
 
 def _cut(text: str, spans: Sequence[tuple[int, int]]) -> list[Piece]:
@@ -340,7 +444,9 @@ def _render_chat(
     template: ChatTemplate, chat: Chat, *, stop: int | None = None, ask: bool = False, markers: bool = False
 ) -> tuple[str, list[tuple[int, int]]]:
     """Render a conversation, or its messages before `stop`."""
-    return _render(template, chat.messages[:stop], ask=ask, markers=markers, tools=chat.tools)
+    return _render(
+        template, chat.messages[:stop], ask=ask, markers=markers, tools=chat.tools, variables=chat.template_kwargs
+    )
 
 
 def _render(
@@ -350,6 +456,7 @@ def _render(
     ask: bool = False,
     markers: bool = False,
     tools: Sequence[dict[str, Any]] = (),
+    variables: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[str, list[tuple[int, int]]]:
     """Render messages; `ask` adds the header of the next assistant turn, `markers` returns the generation spans."""
     try:
@@ -362,7 +469,7 @@ def _render(
                 add_generation_prompt=ask,
                 return_assistant_tokens_mask=markers,
                 tools=list(tools) or None,  # templates ask whether there are any with `is none`
-                **template.variables,
+                **{**template.variables, **variables},
             )
     except jinja2.TemplateSyntaxError:
         raise

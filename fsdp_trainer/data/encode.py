@@ -5,7 +5,7 @@ pieces never falls inside a token.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -25,6 +25,7 @@ _WINDOW = 32  # characters on each side of a border that are looked at
 _CUT_TOKENS = 4  # of a window that ends within a word
 
 SPLIT_REMAINDER = "pieces of split records with nothing to train on"
+NOT_ENCODED = "records with text that the tokenizer cannot encode"
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,10 @@ class Encoder:
     vocab_size: int | None
     bos_id: int | None  # None: the tokenizer adds none by itself
     eos_id: int | None
-    ends: dict[int, str]  # tokens that a model can stop at, with their text
+    ends: dict[int, str]  # tokens at which generation stops, with their text
 
     def end_tokens(self) -> str:
-        """Return the tokens that a model can stop at, as text."""
+        """Return the tokens at which generation stops, as text."""
         return ", ".join(self.ends[token] for token in sorted(self.ends)) or "none"
 
 
@@ -67,6 +68,8 @@ class Encoded:
     notes: Counter = field(default_factory=Counter)  # what else is worth knowing, by kind, in records
     record_lengths: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # before anything was cut
     digests: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64))  # of the records' content
+    unread: frozenset[str] = frozenset()  # columns of the records that nothing reads
+    not_encoded: str | None = None  # the first record with text that the tokenizer cannot encode, and what of it
 
 
 def build_encoder(
@@ -78,18 +81,25 @@ def build_encoder(
     on_too_long: str = "truncate",
     vocab_size: int | None = None,
     sanitize_control_tokens: bool = True,
+    stop_ids: Collection[int] = (),
 ) -> Encoder:
-    """Learn what the tokenizer and the template do with a probe text; `chat_template` is Jinja text, not a path."""
+    """Learn what the tokenizer and the template do with a probe text; `chat_template` is Jinja text, not a path.
+
+    `stop_ids`: the tokens at which the model's generation config stops, beside the tokenizer's own end token.
+    """
+    eos_id = tokenizer.eos_token_id
+    names = {token: tokenizer.convert_ids_to_tokens(token) for token in {*stop_ids, eos_id} if token is not None}
+    ends = {token: str(name) for token, name in names.items() if name is not None}
     template = None
     if chat_template is not None:
-        template = build_chat_template(chat_template, tokenizer=tokenizer, sanitize=sanitize_control_tokens)
+        template = build_chat_template(
+            chat_template, tokenizer=tokenizer, ends=ends.values(), sanitize=sanitize_control_tokens
+        )
     control = template.control if template is not None else build_control_tokens(tokenizer)
     vocabulary = tokenizer.get_vocab()  # a new copy of it in every call
     bos, eos = (
         None if name is None else vocabulary.get(str(name)) for name in (tokenizer.bos_token, tokenizer.eos_token)
     )
-    names = [str(name) for name in (tokenizer.eos_token, template.turn_end if template else None) if name is not None]
-    ends = {vocabulary.get(name): name for name in names}
     return Encoder(
         tokenizer=build_text_tokenizer(tokenizer, control=control),
         template=template,
@@ -99,7 +109,7 @@ def build_encoder(
         vocab_size=vocab_size,
         bos_id=bos if cast("list[int]", tokenizer("x")["input_ids"])[:1] == [bos] else None,
         eos_id=eos,
-        ends={token: name for token, name in ends.items() if token is not None},
+        ends=ends,
     )
 
 
@@ -125,6 +135,7 @@ def encode_examples(examples: Sequence[Example | BadRecord], *, encoder: Encoder
 
     documents: list[_Document] = []
     counts: Counter = Counter()
+    not_encoded: str | None = None
     record_lengths: list[int] = []
     for (example, pieces), encoded in zip(kept, _tokenise([pieces for _, pieces in kept], encoder), strict=True):
         if encoded is None:
@@ -132,6 +143,9 @@ def encode_examples(examples: Sequence[Example | BadRecord], *, encoder: Encoder
             continue
         document = _with_ends(*encoded, plain=not isinstance(example.content, Chat), encoder=encoder)
         _check_ids(document.ids, example=example, encoder=encoder)
+        if lost := encoder.tokenizer.not_encoded([piece.text for piece in pieces], ids=document.ids):
+            notes[NOT_ENCODED] += 1
+            not_encoded = not_encoded or f"{example.where}: {lost}"
         record_lengths.append(len(document.ids))
         fitted = _fit(document, example=example, encoder=encoder, counts=counts)
         if isinstance(fitted, str):
@@ -151,6 +165,8 @@ def encode_examples(examples: Sequence[Example | BadRecord], *, encoder: Encoder
         notes=notes,
         record_lengths=np.array(record_lengths, dtype=np.int64),
         digests=np.array([example.digest for example, _ in kept], dtype=np.uint64),
+        unread=frozenset(name for example in examples if isinstance(example, Example) for name in example.unread),
+        not_encoded=not_encoded,
     )
 
 
@@ -325,7 +341,7 @@ def _with_ends(ids: np.ndarray, mask: np.ndarray, *, plain: bool, encoder: Encod
 
 def _stops(ids: np.ndarray, mask: np.ndarray, *, ends: dict[int, str]) -> bool:
     # the last two targets: markers often cover the newline that follows the end token
-    return any(int(token) in ends for token in ids[mask][-2:])
+    return any(int(token) in ends for token in ids[mask][-2:].tolist())
 
 
 def _check_ids(ids: np.ndarray, *, example: Example, encoder: Encoder) -> None:

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from fsdp_trainer.config import DataConfig
-from fsdp_trainer.data.cache import Split, cache_path, compares_with_training, evaluation_share
+from fsdp_trainer.data.cache import (
+    Split,
+    cache_path,
+    compares_with_training,
+    evaluation_share,
+    remove_damaged,
+    write_hashes,
+)
 from fsdp_trainer.data.chat import read_chat_template
 from fsdp_trainer.data.encode import Encoded, Encoder, build_encoder
 from fsdp_trainer.data.order import share_rows
@@ -52,16 +59,21 @@ def prepare_rows(
     seed: int,
     split: Split = "train",
     vocab_size: int | None = None,
+    stop_ids: Sequence[int] = (),
     is_writer: bool = True,
     wait: Callable[[], None] = lambda: None,
     on_records: Callable[[int], None] = lambda count: None,
 ) -> tuple[Rows, DataReport]:
-    """Return the rows of a source, built when the cache does not hold them.
+    """Return the rows of a source, built when the cache does not hold them whole.
 
-    In a distributed run every rank calls this; only the one with `is_writer` builds, and `wait` (a barrier) is called
-    once by each between building and loading. `on_records` gets the number of records done since its last call.
+    `stop_ids` are the tokens at which the model's generation stops. In a distributed run every rank calls this; only
+    the one with `is_writer` verifies and builds, and `wait` (a barrier) is called once by each between building and
+    loading. `on_records` gets the number of records done since its last call.
     """
-    path = cache_path(source, data=data, tokenizer=tokenizer, seed=seed, split=split, vocab_size=vocab_size)
+    path = cache_path(
+        source, data=data, tokenizer=tokenizer, seed=seed, split=split, vocab_size=vocab_size, stop_ids=stop_ids
+    )
+    damage = remove_damaged(path) if is_writer else None
     if is_writer and not path.exists():
         build_cache(
             path,
@@ -71,10 +83,14 @@ def prepare_rows(
             seed=seed,
             split=split,
             vocab_size=vocab_size,
+            stop_ids=stop_ids,
             on_records=on_records,
         )
     wait()
     rows, report = load_prepared(path)
+    if damage is not None:
+        warning = f"the prepared rows in {path} were damaged ({damage}) and have been built anew"
+        report = replace(report, warnings=(*report.warnings, warning))
     if split == "train":
         rows = _with_weights(rows, sources=resolve_sources(source))
     return rows, report
@@ -89,10 +105,11 @@ def build_cache(
     seed: int,
     split: Split = "train",
     vocab_size: int | None = None,
+    stop_ids: Sequence[int] = (),
     on_records: Callable[[int], None] = lambda count: None,
 ) -> None:
     """Build the rows and put them at `path`, complete or not at all."""
-    encoder = encoder_of(data, tokenizer=tokenizer, vocab_size=vocab_size)
+    encoder = encoder_of(data, tokenizer=tokenizer, vocab_size=vocab_size, stop_ids=stop_ids)
     rows, report = build_rows(source, data=data, encoder=encoder, seed=seed, split=split, on_records=on_records)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,6 +123,7 @@ def build_cache(
     try:
         save_rows(rows, building)
         save_report(report, building / "report.json")
+        write_hashes(building)
         building.chmod(0o755)  # mkdtemp makes it private; a shared cache serves other users too
         if not path.exists():
             building.rename(path)
@@ -113,7 +131,13 @@ def build_cache(
         shutil.rmtree(building, ignore_errors=True)
 
 
-def encoder_of(data: DataConfig, *, tokenizer: "PreTrainedTokenizerBase", vocab_size: int | None = None) -> Encoder:
+def encoder_of(
+    data: DataConfig,
+    *,
+    tokenizer: "PreTrainedTokenizerBase",
+    vocab_size: int | None = None,
+    stop_ids: Sequence[int] = (),
+) -> Encoder:
     """Build the encoder that the settings ask for."""
     return build_encoder(
         tokenizer,
@@ -123,6 +147,7 @@ def encoder_of(data: DataConfig, *, tokenizer: "PreTrainedTokenizerBase", vocab_
         on_too_long=data.on_too_long,
         vocab_size=vocab_size,
         sanitize_control_tokens=data.sanitize_control_tokens,
+        stop_ids=stop_ids,
     )
 
 

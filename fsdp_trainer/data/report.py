@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fsdp_trainer.data.chat import END_INSIDE_ANSWER, HEADER_TRAINED, REWRITTEN, TYPED_CONTROL
+from fsdp_trainer.data.chat import (
+    END_INSIDE_ANSWER,
+    HEADER_TRAINED,
+    PART_LOST,
+    REWRITTEN,
+    TYPED_CONTROL,
+    UNREAD_VARIABLE,
+)
+from fsdp_trainer.data.encode import NOT_ENCODED
+from fsdp_trainer.data.formats import visible
 from fsdp_trainer.data.rows import Rows
 from fsdp_trainer.errors import DataError
 
@@ -46,6 +55,7 @@ class DataReport:
     skipped: dict[str, int]  # bad records left out because data.on_bad_record is skip, by kind
     skipped_examples: tuple[str, ...]  # the first few of them: place and reason
     notes: dict[str, int]  # what else is worth knowing, by kind
+    unread: tuple[str, ...]  # columns of the records that nothing reads
     length_percentiles: dict[str, int]  # of the records in tokens, before anything was cut
     length_bars: tuple[tuple[int, int], ...]  # (shortest of the bar, records in it), equally wide; the last is a border
     packing_efficiency: float | None  # share of the tokens in packed rows that are not padding; None: not packed
@@ -73,6 +83,7 @@ class DataReport:
         lines += [f"{_count(count, 'record')} dropped: {reason}" for reason, count in self.dropped.items()]
         lines += [f"{_count(count, 'bad record')} skipped: {kind}" for kind, count in self.skipped.items()]
         lines += [f"  {example}" for example in self.skipped_examples]
+        lines += [f"columns that are not read: {', '.join(self.unread)}"] if self.unread else []
         return lines + [f"{kind}: {count:,}" for kind, count in self.notes.items()]
 
 
@@ -95,8 +106,14 @@ def build_report(
     supervised_tokens = int(np.count_nonzero(rows.supervised))
     warnings = [
         *_stop_warnings(sum(part.endless for part in parts), records=len(lengths), notes=notes, encoder=encoder),
+        *_template_warnings(notes, encoder=encoder),
         *_loss_warnings(sum(dropped.values()) + len(bad), truncated=truncated, records=records, data=data),
     ]
+    if (first := next((part.not_encoded for part in parts if part.not_encoded), None)) is not None:
+        warnings.append(
+            f"{_count(notes[NOT_ENCODED], 'record')} with text that the tokenizer cannot encode and leaves out, first "
+            f"{visible(first)} (model.tokenizer: one with a token for every byte keeps it)"
+        )
     if duplicates:
         warnings.append(f"{duplicates:,} of {records:,} records stand in the data more than once, word for word")
     if supervised_tokens < _FEW_TARGETS * rows.total_tokens:
@@ -118,6 +135,7 @@ def build_report(
         skipped=dict(sorted(Counter(record.kind for record in bad).items())),
         skipped_examples=tuple(f"{record.where}: {record.what}" for record in bad[:_SHOWN_BAD_RECORDS]),
         notes=dict(sorted(notes.items())),
+        unread=tuple(visible(name) for name in sorted(frozenset().union(*(part.unread for part in parts)))),
         length_percentiles=_percentiles(lengths),
         length_bars=_bars(lengths),
         packing_efficiency=rows.total_tokens / (rows.n_rows * data.seq_len) if data.packing else None,
@@ -129,7 +147,8 @@ def _stop_warnings(endless: int, *, records: int, notes: Counter, encoder: "Enco
     if endless:
         yield (
             f"{endless:,} of {records:,} records do not end with a token the model can stop at; it will not learn to "
-            f"stop from them (such tokens: {encoder.end_tokens()}; look at how the template ends a turn)"
+            f"stop from them (such tokens, by the tokenizer and the generation config: {encoder.end_tokens()}; look at "
+            "how the template ends a turn)"
         )
     turn_end = encoder.template.turn_end if encoder.template else None
     if count := notes[END_INSIDE_ANSWER]:
@@ -141,6 +160,16 @@ def _stop_warnings(endless: int, *, records: int, notes: Counter, encoder: "Enco
             if sanitized
             else "control tokens: a message can then end its own turn (data.sanitize_control_tokens: true)"
         )
+
+
+def _template_warnings(notes: Counter, *, encoder: "Encoder") -> Iterator[str]:
+    if count := notes[PART_LOST]:
+        yield (
+            f"{_count(count, 'record')} with an answer of which the chat template leaves a part out (the reasoning of "
+            "earlier answers, mostly): that part is not trained on"
+        )
+    if count := notes[UNREAD_VARIABLE]:
+        yield f"{_count(count, 'record')} with chat_template_kwargs that the chat template does not read"
     if count := notes[REWRITTEN]:
         yield (
             f"{_count(count, 'record')} in which the template writes an earlier answer otherwise than a last one "
@@ -197,7 +226,7 @@ def load_report(path: Path) -> DataReport:
     """Read a report that `save_report` wrote."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-        fields |= {name: tuple(fields[name]) for name in ("skipped_examples", "warnings")}
+        fields |= {name: tuple(fields[name]) for name in ("skipped_examples", "warnings", "unread")}
         fields["length_bars"] = tuple((start, count) for start, count in fields["length_bars"])
         return DataReport(**fields)
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from fsdp_trainer.config import DataConfig
-from fsdp_trainer.data.encode import Encoded, Encoder, encode_examples
+from fsdp_trainer.data.encode import NOT_ENCODED, Encoded, Encoder, encode_examples
 from fsdp_trainer.data.loader import Window, prefetched, window_of_rows
 from fsdp_trainer.data.order import permutation
 from fsdp_trainer.data.prepare import arrange, encoder_of, nothing_left, report_on
@@ -67,10 +67,15 @@ class _Buffer(NamedTuple):
 
 
 def build_stream(
-    data: DataConfig, *, tokenizer: "PreTrainedTokenizerBase", seed: int, vocab_size: int | None = None
+    data: DataConfig,
+    *,
+    tokenizer: "PreTrainedTokenizerBase",
+    seed: int,
+    vocab_size: int | None = None,
+    stop_ids: Sequence[int] = (),
 ) -> RowStream:
     """Find the files of `data.train` and learn what the tokenizer and the template do."""
-    encoder = encoder_of(data, tokenizer=tokenizer, vocab_size=vocab_size)
+    encoder = encoder_of(data, tokenizer=tokenizer, vocab_size=vocab_size, stop_ids=stop_ids)
     return RowStream(resolve_sources(data.train), encoder=encoder, data=data, seed=seed)
 
 
@@ -255,6 +260,7 @@ def _count(parts: Sequence[Encoded]) -> Counter:
     for part in parts:
         counts.update({f"dropped: {reason}": count for reason, count in part.dropped.items()})
         counts.update(f"bad and skipped: {record.kind}" for record in part.bad)
+        counts.update({NOT_ENCODED: part.notes[NOT_ENCODED]} if part.not_encoded else {})
     return counts
 
 

@@ -6,8 +6,9 @@ text here: nobody can end a turn or open another by writing its marker.
 
 import re
 import threading
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 # Plane 16 of Unicode is private use; icon fonts use the other private ranges.
 _FIRST_HIDDEN, _LAST_HIDDEN = 0x10F000, 0x10FFFD
+_IN_NO_VOCABULARY = chr(0xE1234)  # a character that stands for nothing, and never will
 _ONE_AT_A_TIME = threading.Lock()  # Transformers' tokenizers set their own switches in every call; ours are never set
 _HIDDEN = re.compile(f"([{chr(_FIRST_HIDDEN)}-{chr(_LAST_HIDDEN)}])")
 
@@ -87,6 +89,9 @@ class TextTokenizer:
     control: ControlTokens
     name: str  # where it came from, for messages
     size: int
+    added: re.Pattern[str]  # tokens that are taken out of a text before its characters are looked at
+    unknown_id: int | None  # written for what has no token; None: that is left out, or has bytes
+    _is_encoded: dict[str, bool] = field(default_factory=dict, compare=False)  # by character, of those met so far
 
     @property
     def is_rust(self) -> bool:
@@ -102,6 +107,28 @@ class TextTokenizer:
             if is_hiding(text):
                 encoded[index] = self._ids_with_hidden(text)
         return encoded
+
+    def not_encoded(self, texts: Sequence[str], *, ids: np.ndarray) -> str:
+        """Return some of what the tokenizer leaves out of texts, or writes as its unknown token; "" for nothing.
+
+        `ids` is what it made of them together.
+        """
+        if self.unknown_id is not None:
+            return "words for which it writes its unknown token" if self.unknown_id in ids else ""
+        if all(map(self._encodes, set().union(*texts))):
+            return ""
+        rest = (self.added.sub("", text) for text in texts)  # the signs of control tokens need no tokens of their own
+        lost = sorted(character for character in set().union(*rest) if not self._encodes(character))
+        return ", ".join(map(repr, lost[:5])) + (" and more" if len(lost) > 5 else "")
+
+    def _encodes(self, character: str) -> bool:
+        if (known := self._is_encoded.get(character)) is None:
+            ids = self._encode([character], as_text=True)[0]
+            # Blanks are often dropped on purpose, at borders; a private character stands for a control token. Of a
+            # character of several bytes some may have no token: what is left is no text.
+            known = character.isspace() or is_hiding(character) or (len(ids) > 0 and "\ufffd" not in self.decode(ids))
+            self._is_encoded[character] = known
+        return known
 
     def decode(self, ids: np.ndarray) -> str:
         """Return the text of ids, special tokens included."""
@@ -155,4 +182,8 @@ def build_text_tokenizer(tokenizer: "PreTrainedTokenizerBase", *, control: Contr
         probe = "".join(["Hello  wörld\n\n12 ", *control.names[:8], " x\n"])
         expected = cast("list[int]", tokenizer(probe, add_special_tokens=False, verbose=False)["input_ids"])
         backend = copy if copy.encode(probe, add_special_tokens=False).ids == expected else tokenizer
-    return TextTokenizer(backend, control, str(tokenizer.name_or_path), len(tokenizer))
+    names = sorted((token.content for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
+    added = re.compile("|".join(map(re.escape, names)) or "(?!)")
+    text = TextTokenizer(backend, control, str(tokenizer.name_or_path), len(tokenizer), added, unknown_id=None)
+    unknown_id = None if tokenizer.unk_token is None else tokenizer.unk_token_id
+    return replace(text, unknown_id=unknown_id) if unknown_id in text.ids([_IN_NO_VOCABULARY])[0] else text

@@ -48,6 +48,7 @@ def test_only_whole_folders_are_left_in_the_cache(prepared, jsonl, tmp_path):
     (folder,) = (tmp_path / "cache").iterdir()
     assert sorted(file.name for file in folder.iterdir()) == [
         "document_starts.npy",
+        "hashes.json",
         "report.json",
         "row_documents.npy",
         "supervised.npy",

@@ -67,7 +67,7 @@ def test_json_holds_the_counts_of_the_run_itself(settings: Path, capsys: pytest.
     reports = dict(data.reports)
     for name, counts in found["data_sets"].items():
         bars = tuple((start, count) for start, count in counts["length_bars"])
-        texts = {key: tuple(counts[key]) for key in ("warnings", "skipped_examples")}
+        texts = {key: tuple(counts[key]) for key in ("warnings", "skipped_examples", "unread")}
         assert DataReport(**(counts | texts | {"length_bars": bars})) == reports[name]
     train = found["data_sets"]["train"]
     assert found["steps_per_epoch"] == -(-train["rows"] // 4) == data.steps_per_epoch

@@ -47,6 +47,8 @@ FAMILIES: dict[str, tuple[str, str | None, str, bool]] = {
     ),
 }
 FAMILIES["deepseek_r1"] = FAMILIES["deepseek_v3"]
+# What their generation_config.json names beside the tokenizer's end token.
+GENERATION_STOPS = {"gemma": ["<end_of_turn>"], "phi3": ["<|end|>"]}
 TEXT_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # added, but not special, as Qwen has them
 
 
@@ -79,7 +81,10 @@ def family_tokenizer(family: str) -> PreTrainedTokenizerFast:
 
 def encode(family: str, *messages: dict[str, Any], tools: tuple = (), **settings: Any) -> Encoded:
     tokenizer = family_tokenizer(family)
-    encoder = build_encoder(tokenizer, chat_template=str(tokenizer.chat_template), seq_len=2000, **settings)
+    stops = tokenizer.convert_tokens_to_ids(GENERATION_STOPS.get(family, []))
+    encoder = build_encoder(
+        tokenizer, chat_template=str(tokenizer.chat_template), seq_len=2000, stop_ids=stops, **settings
+    )
     return encode_examples([Example(Chat(messages, tools=tools), where="here:1", digest=1)], encoder=encoder)
 
 
