@@ -317,6 +317,8 @@ def _trained_stretches(
 
 def _no_mask(what: str, *, fix: str) -> RecordError:
     way_out = f"use a template with {{% generation %}} markers (data.chat_template: FILE), {fix}"
+    if fix.endswith("all"):
+        way_out += ", which trains on the text as it is written, without what the template leaves out"
     return RecordError("no mask", f"{what}; {way_out}")
 
 
@@ -410,7 +412,7 @@ def _check_whole_answer(written: str, message: dict[str, Any], *, index: int, as
         other = "" if asked == "last_assistant" else "data.train_on: last_assistant where it keeps the last, "
         raise _no_mask(
             f"the template leaves out or rewrites part of messages[{index}] ({lost})",
-            fix=f"or {other}or data.train_on: all, which trains on the text as it is written, without that part",
+            fix=f"or {other}or data.train_on: all",
         )
 
 

@@ -37,6 +37,7 @@ INVERTED_MARKS = ("masked",)
 DETAILS = ("train_detail", "training_detail")
 DETAIL_KEYS = ("begin_offset", "end_offset", "train")
 
+TEXT_TURNS = ("conversations", "conversation", "data")  # columns whose list may hold texts in turn: LIMA, UltraChat
 TEXT_PARTS = ("text", "input_text", "output_text")
 ROLE_KEYS, TEXT_KEYS, PART_TEXT_KEYS = ("role", "from"), ("content", "value"), ("text", "content", "value")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")

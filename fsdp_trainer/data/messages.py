@@ -24,6 +24,7 @@ from fsdp_trainer.data.known_keys import (
     SAME_ROLE,
     TEXT_KEYS,
     TEXT_PARTS,
+    TEXT_TURNS,
     decides_targets,
 )
 from fsdp_trainer.data.strict_json import parsed
@@ -34,8 +35,8 @@ Spans = tuple[tuple[int, int], ...]  # (start, end) characters of a text
 def read_messages(value: Any, key: str) -> tuple[dict[str, Any], ...]:
     """Return the messages of a column, as formats.Chat has them; RecordError names the message and its key.
 
-    `key` is the column's name. Besides objects with role and content these may be pairs {input, output} and, but in a
-    column called messages, texts of which the first is a question.
+    `key` is the column's name. Besides objects with role and content these may be pairs {input, output} and, in some
+    columns, texts of which the first is a question.
     """
     if isinstance(value, str) and value.lstrip().startswith("["):  # a CSV file can hold no list in another way
         value = parsed(value, key)
@@ -43,7 +44,7 @@ def read_messages(value: Any, key: str) -> tuple[dict[str, Any], ...]:
         raise RecordError("wrong type", f"{key!r} must be a list of messages, not {shown(value)}")
     if not value:
         raise RecordError("missing field", f"{key!r} is an empty list")
-    if key != "messages" and all(isinstance(text, str) for text in value):
+    if key in TEXT_TURNS and all(isinstance(text, str) for text in value):
         return tuple({"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(value))
     messages: list[dict[str, Any]] = []
     for index, message in enumerate(value):
@@ -207,7 +208,7 @@ def _content(value: Any, at: str, *, role: str) -> tuple[str, Spans]:
 
     What a tool gives back may be a number or an object: it is written as JSON.
     """
-    is_parts = isinstance(value, list) and all(isinstance(part, dict) and ("type" in part) for part in value)
+    is_parts = isinstance(value, list) and value and all(isinstance(part, dict) and "type" in part for part in value)
     if role == "tool" and value is not None and not isinstance(value, str) and not is_parts:
         return json.dumps(value, ensure_ascii=False), ()
     if not isinstance(value, list):

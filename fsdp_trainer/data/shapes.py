@@ -150,8 +150,9 @@ def _context(record: dict[str, Any], shape: Shape) -> dict[str, tuple[str, Any]]
             value = record.get(name)
             if not value or (isinstance(value, str) and not value.strip()):
                 continue
-            # "context" is often a name of something else: only beside a question and an answer is it what is asked.
-            if name in shape.needs.values() or (name == "context" and kind not in RENDERED[shape.format]):
+            if name in shape.columns and shape.needs.get(kind) != name:  # one of its turns
+                continue
+            if name == "context" and kind not in RENDERED[shape.format]:  # often the name of something else
                 continue
             if kind not in RENDERED[shape.format]:
                 raise _not_rendered(name, kind, value, shape)

@@ -407,3 +407,45 @@ def test_a_template_without_end_names_the_line(prepared, jsonl):
     template = "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}" + BARE
     with pytest.raises(DataError, match=r"records\.jsonl:1: the chat template refuses this conversation: maximum"):
         prepared(jsonl(TURNS), tokenizer=build_tokenizer(template=template))
+
+
+def test_text_that_the_tokenizer_cannot_encode_is_counted_and_named(prepared, jsonl, tmp_path):
+    """Byte-level BPE without a token for every byte drops what it does not know, or writes its unknown token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    special = ["<unk>", "<|im_start|>", "<|im_end|>"]
+
+    def build(*, unknown: str | None, alphabet: list[str]) -> PreTrainedTokenizerFast:
+        backend = Tokenizer(models.BPE(unk_token=unknown))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+        backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+        trainer = trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet, show_progress=False)  # type: ignore[call-arg]
+        backend.train_from_iterator(["hello user assistant\nq"], trainer)
+        built = PreTrainedTokenizerFast(
+            tokenizer_object=backend, eos_token="<|im_end|>", unk_token=unknown, additional_special_tokens=special[1:]
+        )
+        built.chat_template = CHATML
+        return built
+
+    path = jsonl(chat("q", "hello"), chat("q", "hello é 7"), chat("zq", "hello"), name="lost.jsonl")
+    _, report = prepared(path, tokenizer=build(unknown=None, alphabet=[]))
+    (warning,) = (warning for warning in report.warnings if "cannot encode" in warning)
+    assert "2 records with text that the tokenizer cannot encode" in warning
+    assert "lost.jsonl:2: '7', 'é'" in warning
+    _, report = prepared(path, tokenizer=build(unknown="<unk>", alphabet=[]))
+    assert any("2 records" in warning and "unknown token" in warning for warning in report.warnings)
+    whole = build(unknown=None, alphabet=pre_tokenizers.ByteLevel.alphabet())
+    assert not any("cannot encode" in warning for warning in prepared(path, tokenizer=whole)[1].warnings)
+
+
+def test_the_tiny_model_encodes_every_byte_and_reads_only_line_feeds_as_line_ends(jsonl, tmp_path):
+    from transformers import AutoTokenizer
+
+    from examples.tiny_model import make_tiny_model
+
+    text = "one\u2028two\u0085three"
+    records = tmp_path / "lines.jsonl"
+    records.write_text(json.dumps(chat("q", text), ensure_ascii=False) + "\n\n", encoding="utf-8")
+    tokenizer = AutoTokenizer.from_pretrained(make_tiny_model(tmp_path / "model", records=records))
+    for written in (text, "é 答 \U0001f600 7<>"):
+        assert tokenizer.decode(tokenizer(written)["input_ids"]) == written

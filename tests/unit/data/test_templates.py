@@ -14,7 +14,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from fsdp_trainer.data.chat import REWRITTEN
+from fsdp_trainer.data.chat import PART_LOST, REWRITTEN, UNREAD_VARIABLE
 from fsdp_trainer.data.encode import Encoded, build_encoder, encode_examples
 from fsdp_trainer.data.formats import Chat
 from fsdp_trainer.data.sources import Example
@@ -79,13 +79,16 @@ def family_tokenizer(family: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def encode(family: str, *messages: dict[str, Any], tools: tuple = (), **settings: Any) -> Encoded:
+def encode(
+    family: str, *messages: dict[str, Any], tools: tuple = (), variables: dict[str, Any] | None = None, **settings: Any
+) -> Encoded:
     tokenizer = family_tokenizer(family)
     stops = tokenizer.convert_tokens_to_ids(GENERATION_STOPS.get(family, []))
     encoder = build_encoder(
         tokenizer, chat_template=str(tokenizer.chat_template), seq_len=2000, stop_ids=stops, **settings
     )
-    return encode_examples([Example(Chat(messages, tools=tools), where="here:1", digest=1)], encoder=encoder)
+    chat = Chat(messages, tools=tools, template_kwargs=variables or {})
+    return encode_examples([Example(chat, where="here:1", digest=1)], encoder=encoder)
 
 
 def expected_tokens(family: str, marked: str) -> tuple[list[int], list[bool]]:
@@ -374,3 +377,142 @@ def test_a_message_is_missed_by_a_mark_in_it_and_not_by_its_words(template: str,
     encoder = build_encoder(family_tokenizer("chatml"), chat_template=template, seq_len=2000, train_on="all")
     bad = encode_examples([Example(chat, where="here:1", digest=1)], encoder=encoder).bad
     assert ["messages[0], of the role 'developer'" in one.what for one in bad] == [True] * refused
+
+
+# Where an answer ends
+
+TWO_ENDS = (  # as Command R7B and Command A close an answer: the model stops at the second
+    "{% for m in messages %}<|START|><|{{ 'BOT' if m.role == 'assistant' else 'USER' }}|>"
+    "{% if m.role == 'assistant' %}OPEN{{ m.content }}CLOSE{% else %}{{ m.content }}{% endif %}<|END|>{% endfor %}"
+    "{% if add_generation_prompt %}<|START|><|BOT|>OPEN{% endif %}"
+)
+GENERATED = "{% generation %}{{ m.content }}CLOSE{% endgeneration %}"
+
+
+@lru_cache
+def two_ends_tokenizer(eos: str) -> PreTrainedTokenizerFast:
+    tokenizer = family_tokenizer("chatml")
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    names = ["<|START|>", "<|USER|>", "<|BOT|>", "<|ANSWER|>", "<|/ANSWER|>", "<|MORE|>", "<|END|>", "<|eos|>"]
+    backend.add_special_tokens(names)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos, additional_special_tokens=names)
+
+
+@pytest.mark.parametrize("close", ["<|/ANSWER|>", "<|/ANSWER|><|MORE|>", "<|MORE|>"])
+@pytest.mark.parametrize("markers", [False, True])
+@pytest.mark.parametrize(("eos", "stops"), [("<|END|>", []), ("<|eos|>", ["<|END|>"])])
+def test_the_span_reaches_the_end_token_that_follows_directly(close: str, markers: bool, eos: str, stops: list) -> None:
+    """By the tokenizer's end token, or by the generation config's."""
+    tokenizer = two_ends_tokenizer(eos)
+    template = TWO_ENDS.replace("{{ m.content }}CLOSE", GENERATED, 1) if markers else TWO_ENDS
+    template = template.replace("CLOSE", close).replace("OPEN", "<|ANSWER|>")
+    ids = [tokenizer.convert_tokens_to_ids(stop) for stop in stops]
+    encoder = build_encoder(tokenizer, chat_template=template, seq_len=2000, stop_ids=ids)
+    encoded = encode_examples([Example(Chat(TWO_TURNS), where="here:1", digest=1)], encoder=encoder)
+    targets = tokenizer.decode(encoded.tokens[encoded.supervised])
+    assert targets == f"What now?{close}<|END|>4, I think\n\nand so on{close}<|END|>"
+    assert encoded.endless == 0
+
+
+def test_where_no_target_is_an_end_token_of_tokenizer_or_generation_config_it_is_counted() -> None:
+    """The template's own end of turn does not stop a model whose configs do not name it."""
+    tokenizer = two_ends_tokenizer("<|eos|>")
+    template = TWO_ENDS.replace("CLOSE", "").replace("OPEN", "")
+    for stops, endless in (([], 1), (["<|END|>"], 0)):
+        ids = [tokenizer.convert_tokens_to_ids(stop) for stop in stops]
+        encoder = build_encoder(tokenizer, chat_template=template, seq_len=2000, stop_ids=ids)
+        encoded = encode_examples([Example(Chat(TWO_TURNS), where="here:1", digest=1)], encoder=encoder)
+        assert encoded.endless == endless
+        assert encoder.end_tokens() == ", ".join([*stops, "<|eos|>"])
+
+
+# A template that writes the last answer in another way
+
+QWEN3_CALLS = (
+    "{% for t in tools or [] %}<|im_start|>system\n{{ t | tojson }}<|im_end|>\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TWO_CALLS = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": "three"}}}
+
+
+@pytest.mark.parametrize("content", ["", "I add."])
+@pytest.mark.parametrize("calls", [[CALL], [CALL, TWO_CALLS]], ids=["one", "two"])
+def test_a_call_in_the_middle_trains_where_the_last_answer_alone_has_an_empty_think_block(
+    content: str, calls: list
+) -> None:
+    messages = (
+        user("2+2?"),
+        assistant(content, tool_calls=calls),
+        {"role": "tool", "content": "4"},
+        assistant("It is 4"),
+    )
+    tokenizer = family_tokenizer("qwen3")
+    encoder = build_encoder(tokenizer, chat_template=QWEN3_CALLS, seq_len=2000)
+    encoded = encode_examples([Example(Chat(messages, tools=(TOOL,)), where="here:1", digest=1)], encoder=encoder)
+    assert not encoded.bad
+    written = "".join(
+        f'<tool_call>\n{{"name": "add", "arguments": {{"a": 2, "b": "{call["function"]["arguments"]["b"]}"}}}}\n'
+        "</tool_call>"
+        for call in calls
+    )
+    targets = tokenizer.decode(encoded.tokens[encoded.supervised])
+    assert targets == f"{content}{written}<|im_end|><think>\n\n</think>\n\nIt is 4<|im_end|>"
+
+
+def test_a_call_whose_end_cannot_be_told_is_still_refused() -> None:
+    """The template counts the letters of all calls at its end, so a mark in one changes the text behind it."""
+    counting = QWEN3_CALLS + "{{ messages | tojson | length }}"
+    encoder = build_encoder(family_tokenizer("qwen3"), chat_template=counting, seq_len=2000)
+    (bad,) = encode_examples([Example(Chat(ANSWERED_CALL), where="here:1", digest=1)], encoder=encoder).bad
+    assert bad.kind == "no mask"
+
+
+THOUGHT = (user("a?"), assistant("<think>\nbecause\n</think>\n\nb"), user("c?"), assistant("d"))
+
+
+@pytest.mark.parametrize("earlier", [THOUGHT[1], assistant("b", reasoning_content="because")], ids=["text", "field"])
+def test_train_on_all_counts_what_the_template_leaves_out(earlier: dict[str, Any]) -> None:
+    messages = (THOUGHT[0], earlier, *THOUGHT[2:])
+    encoded = encode("qwen3", *messages, train_on="all")
+    assert not encoded.bad
+    assert "because" not in family_tokenizer("qwen3").decode(encoded.tokens)
+    assert encoded.notes == {PART_LOST: 1}
+    assert not encode("qwen3", *messages[2:], train_on="all").notes
+    (bad,) = encode("qwen3", *messages).bad
+    assert "all, which trains on the text as it is written, without what the template leaves out" in bad.what
+
+
+# Variables of the template that a record sets
+
+
+def test_chat_template_kwargs_reach_the_template() -> None:
+    says = "{% if mood is defined %}<|im_start|>system\n{{ mood }}<|im_end|>\n{% endif %}"
+    template = says + "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" + ASKS
+    encoder = build_encoder(family_tokenizer("chatml"), chat_template=template, seq_len=2000)
+
+    def encoded(**variables: Any) -> Encoded:
+        chat = Chat(TWO_TURNS, template_kwargs=variables)
+        return encode_examples([Example(chat, where="here:1", digest=1)], encoder=encoder)
+
+    assert "system\nkind<|im_end|>" in family_tokenizer("chatml").decode(encoded(mood="kind").tokens)
+    (bad,) = encoded(xml_tools=["{}"]).bad
+    assert "chat_template_kwargs.xml_tools" in bad.what
+    assert encoded(enable_thinking=False).notes == {UNREAD_VARIABLE: 1}
+    assert not encoded(python_tools=[], note="").bad
+
+
+def test_an_answer_asked_for_without_thinking_has_its_empty_block_in_the_question() -> None:
+    """Qwen 3 asks so with enable_thinking false; earlier answers have no block, whatever they were asked with."""
+    encoded = encode("qwen3", *TWO_TURNS, variables={"enable_thinking": False})
+    assert not encoded.bad
+    marked = (
+        "<|im_start|>user\nHello there!<|im_end|>\n<|im_start|>assistant\n⟦What now?<|im_end|>⟧\n"
+        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+        "⟦4, I think\n\nand so on<|im_end|>⟧\n"
+    )
+    ids, mask = expected_tokens("qwen3", marked)
+    assert encoded.tokens.tolist() == ids
+    assert encoded.supervised.tolist() == mask
