@@ -98,9 +98,9 @@ class DataConfig(Section):
     format: Literal["auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt"] = Field(
         default="auto",
         description="Shape of a record. auto decides by the keys of a file's first good record; name it where a record "
-        "fits two shapes. messages also takes content parts of text, tool calls and reasoning, or all of it as "
-        "JSON text, as in a CSV file; the sharegpt key is conversations; alpaca becomes a question and an answer of a "
-        "chat.",
+        "fits two shapes, which is refused otherwise. messages also takes content parts of text, tool calls and "
+        "reasoning, or all of it as JSON text, as in a CSV file; alpaca becomes a question and an answer of a chat. "
+        "docs/data.md lists every key.",
     )
     columns: Annotated[dict[str, Text], RENAMED] = Field(
         default={},
@@ -113,8 +113,8 @@ class DataConfig(Section):
     )
     train_on: Literal["assistant", "last_assistant", "all"] = Field(
         default="assistant",
-        description="Which tokens are targets: every assistant turn (or completion), the last one, or everything. "
-        "assistant is the default because a model that trains on the questions also learns to ask them.",
+        description="Which tokens are targets: every assistant turn (or completion), the last one, or all that the "
+        "template writes. assistant is the default because a model that trains on questions also learns to ask them.",
     )
     seq_len: Annotated[int, Field(ge=2)] = Field(
         default=4096,
@@ -174,8 +174,8 @@ class DataConfig(Section):
     )
     cache_dir: str | None = Field(
         default=None,
-        description="Folder for the prepared rows, reused when data, tokenizer and settings are the same; null puts it "
-        "under the user's cache folder. Costs about 5 bytes of disk a token.",
+        description="Folder for the prepared rows, reused when data, tokenizer and settings are the same, built anew "
+        "when a byte is damaged; null puts it under the user's cache folder. Costs about 5 bytes of disk a token.",
     )
 
 

@@ -87,7 +87,7 @@ def build_encoder(
 
     `stop_ids`: the tokens at which the model's generation config stops, beside the tokenizer's own end token.
     """
-    eos_id = tokenizer.eos_token_id
+    eos_id = cast("int | None", tokenizer.eos_token_id)
     names = {token: tokenizer.convert_ids_to_tokens(token) for token in {*stop_ids, eos_id} if token is not None}
     ends = {token: str(name) for token, name in names.items() if name is not None}
     template = None

@@ -5,8 +5,9 @@ says that it decides what is trained on.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import chain
 
 from fsdp_trainer.config import COLUMNS
@@ -22,11 +23,11 @@ _SWITCH, _NUMBER = "true or false", "0 or 1"
 MARKS = {
     "train": ("Axolotl", _SWITCH),
     "training": ("Axolotl", _SWITCH),
-    "trainable": ("Axolotl", _SWITCH),
+    "trainable": ("files of single projects", _SWITCH),
     "weight": ("OpenAI, Mistral, Axolotl", _NUMBER),
     "loss": ("ms-swift, XTuner", f"{_SWITCH}, or {_NUMBER}"),
     "loss_scale": ("ms-swift", f"{_SWITCH}, or {_NUMBER}"),
-    "loss_weight": ("ms-swift", f"{_SWITCH}, or {_NUMBER}"),
+    "loss_weight": ("files of single projects", f"{_SWITCH}, or {_NUMBER}"),
     "loss_mask": ("verl", f"{_SWITCH}, or {_NUMBER}"),
     "step_loss_mask": ("slime", f"{_SWITCH}, or {_NUMBER}"),
     "output_with_loss": ("XTuner", _SWITCH),
@@ -53,7 +54,9 @@ MESSAGE_KEYS = frozenset(
     chain(ROLE_KEYS, TEXT_KEYS, MARKS, DETAILS, REASONING_KEYS, PLAIN_KEYS, REFUSED_KEYS, IGNORED_KEYS, ["tool_calls"])
 )
 PART_KEYS = frozenset(chain(["type", "id", "index", "annotations", "cache_control"], PART_TEXT_KEYS, MARKS))
-PAIR_KEYS = frozenset(chain(["input", "output", "system"], MARKS, IGNORED_KEYS))  # {input, output}: Capybara, XTuner
+# A question with its answer as one turn: Capybara and XTuner, ms-swift, and others.
+PAIRS = (("input", "output"), ("human", "assistant"), ("user", "assistant"))
+PAIR_KEYS = frozenset(chain(*PAIRS, ["system"], MARKS, IGNORED_KEYS))
 
 # What a record may say beside its turns, by each name that files have for it.
 CONTEXT = {
@@ -146,18 +149,19 @@ def decides_targets(name: str) -> bool:
     return name not in _SAYS_SOMETHING_ELSE and any(word in joined for word in _DECIDES)
 
 
-def fitting_shapes(names: Collection[str], *, record_format: str = "auto") -> list[Shape]:
+@lru_cache(maxsize=1024)  # every record is asked for, and those of a file have few different sets of columns
+def fitting_shapes(names: tuple[str, ...], record_format: str = "auto") -> tuple[Shape, ...]:
     """Return the shapes whose columns are all there, but those that another one of them reads whole."""
     fitting = [
         shape
         for shape in SHAPES
         if record_format in ("auto", shape.format) and all(name in names for name in shape.columns)
     ]
-    return [
+    return tuple(
         shape
         for shape in fitting
         if not any(other is not shape and other.names.issuperset(shape.columns) for other in fitting)
-    ]
+    )
 
 
 def columns_to_read(
@@ -166,7 +170,7 @@ def columns_to_read(
     """Return which columns of a table are decoded; None for all of it, where its shape is unknown and is to be told."""
     names = list(names)
     ours = {theirs: name for name, theirs in columns.items()}
-    if not fitting_shapes([ours.get(name, name) for name in names], record_format=record_format):
+    if not fitting_shapes(tuple(ours.get(name, name) for name in names), record_format):
         return None
     read = COLUMN_NAMES | ours.keys()
     return frozenset(name for name in names if name in read or decides_targets(name))

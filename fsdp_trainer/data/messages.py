@@ -14,6 +14,7 @@ from fsdp_trainer.data.known_keys import (
     MARKS,
     MESSAGE_KEYS,
     PAIR_KEYS,
+    PAIRS,
     PART_KEYS,
     PART_TEXT_KEYS,
     PLAIN_KEYS,
@@ -49,21 +50,27 @@ def read_messages(value: Any, key: str) -> tuple[dict[str, Any], ...]:
     messages: list[dict[str, Any]] = []
     for index, message in enumerate(value):
         at = f"{key}[{index}]"
-        if isinstance(message, dict) and not any(name in message for name in ROLE_KEYS) and "output" in message:
-            messages += _pair(message, at)
+        if isinstance(message, dict) and (pair := _pair_in(message)) is not None:
+            messages += _pair(message, at, *pair)
         else:
             messages.append(_message(message, at))
     return tuple(messages)
 
 
-def _pair(value: dict[str, Any], at: str) -> list[dict[str, Any]]:
+def _pair_in(message: dict[str, Any]) -> tuple[str, str] | None:
+    if "role" in message or "from" in message:
+        return None
+    return next((pair for pair in PAIRS if message.keys() >= {*pair}), None)
+
+
+def _pair(value: dict[str, Any], at: str, asked: str, answered: str) -> list[dict[str, Any]]:
     """Read a question with its answer; the mark is the answer's, the system text comes before both."""
-    value = _known(value, at, PAIR_KEYS)
+    value = _known(value, at, PAIR_KEYS - {name for pair in PAIRS for name in pair} | {asked, answered})
     marks = {key: value[key] for key in MARKS if key in value}
     messages = [_message({"role": "system", "content": value["system"]}, f"{at}.system")] if value.get("system") else []
-    if value.get("input"):
-        messages.append(_message({"role": "user", "content": value["input"]}, f"{at}.input"))
-    return [*messages, _message({"role": "assistant", "content": value["output"], **marks}, f"{at}.output")]
+    if value.get(asked):  # XTuner leaves it empty where there is only text to go on
+        messages.append(_message({"role": "user", "content": value[asked]}, f"{at}.{asked}"))
+    return [*messages, _message({"role": "assistant", "content": value.get(answered), **marks}, f"{at}.{answered}")]
 
 
 def _message(value: Any, at: str) -> dict[str, Any]:

@@ -29,27 +29,32 @@ _RESERVED = ("messages", "add_generation_prompt", "continue_final_message", "bos
 
 
 def recognise_shape(record: dict[str, Any], *, record_format: str = "auto", renamed: Collection[str] = ()) -> Shape:
-    """Return the shape a record's columns stand for; RecordError where it has none, or two that differ.
+    """Return the shape a record's columns stand for; RecordError where they stand for none.
 
     `renamed`: the columns that data.columns named, which say what the file is meant as.
     """
-    fitting = _fitting(record, record_format=record_format)
-    meant = [shape for shape in fitting if set(renamed) & set(shape.columns)]
-    if not (fitting := meant or fitting):
-        if record_format != "auto":
-            return next(shape for shape in SHAPES if shape.format == record_format)
-        raise _no_format(record)
-    first = fitting[0]
-    for other in fitting[1:]:
-        if not all(_says_the_same(record, name, first) for name in other.columns if name not in first.columns):
-            raise _two_formats(first, other)
-    if record_format == "auto" and "prompt" not in first.columns and not _says_the_same(record, "prompt", first):
+    fitting = _fitting(record, record_format=record_format, renamed=renamed)
+    if fitting:
+        return fitting[0]
+    if record_format != "auto":
+        return next(shape for shape in SHAPES if shape.format == record_format)
+    raise _no_format(record)
+
+
+def refuse_second_shape(
+    record: dict[str, Any], shape: Shape, *, record_format: str = "auto", renamed: Collection[str] = ()
+) -> None:
+    """Raise RecordError for a record that fits another shape too, and says something else there."""
+    for other in _fitting(record, record_format=record_format, renamed=renamed):
+        extra = [name for name in other.columns if name not in shape.columns]
+        if other is not shape and not all(_says_the_same(record, name, shape) for name in extra):
+            raise _two_formats(shape, other)
+    if record_format == "auto" and "prompt" not in shape.columns and not _says_the_same(record, "prompt", shape):
         raise RecordError(
             "two formats",
-            f"'prompt' stands beside {first.describe()} and says something else ({shown(record['prompt'])}); set "
-            f"data.format: {first.format} to train on that alone, or take the column out",
+            f"'prompt' stands beside {shape.describe()} and says something else ({shown(record['prompt'])}); set "
+            f"data.format: {shape.format} to train on that alone, or take the column out",
         )
-    return first
 
 
 def example_from_record(record: dict[str, Any], shape: Shape) -> tuple[Chat | Plain, tuple[str, ...]]:
@@ -73,12 +78,14 @@ def example_from_record(record: dict[str, Any], shape: Shape) -> tuple[Chat | Pl
     return _with_context(content, context), unread
 
 
-def _fitting(record: dict[str, Any], *, record_format: str) -> list[Shape]:
-    return [
+def _fitting(record: dict[str, Any], *, record_format: str = "auto", renamed: Collection[str] = ()) -> list[Shape]:
+    fitting = [
         shape
-        for shape in fitting_shapes(record, record_format=record_format)
+        for shape in fitting_shapes(tuple(record), record_format)
         if all(_is_list(record[name]) for name in shape.lists)
     ]
+    meant = [shape for shape in fitting if any(name in renamed for name in shape.columns)]
+    return meant or fitting
 
 
 def _is_list(value: Any) -> bool:
@@ -118,7 +125,7 @@ def _two_formats(first: Shape, other: Shape) -> RecordError:
 
 
 def _not_of_shape(record: dict[str, Any], shape: Shape, *, missing: str) -> RecordError:
-    fitting = _fitting(record, record_format="auto")
+    fitting = _fitting(record)
     other = fitting[0].format if fitting else "ready-made tokens" if "input_ids" in record else None
     if other not in (None, shape.format):
         return RecordError(

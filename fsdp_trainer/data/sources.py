@@ -26,7 +26,7 @@ from fsdp_trainer.data.readers import (
     read_records,
     refuse_unreadable,
 )
-from fsdp_trainer.data.shapes import example_from_record, recognise_shape
+from fsdp_trainer.data.shapes import example_from_record, recognise_shape, refuse_second_shape
 from fsdp_trainer.errors import DataError
 
 _SPLIT_NAME = re.compile(
@@ -115,6 +115,7 @@ def read_file(
             value = _renamed(record, columns)
             shape = shape or recognise_shape(value, record_format=record_format, renamed=columns)
             content, unread = example_from_record(value, shape)
+            refuse_second_shape(value, shape, record_format=record_format, renamed=columns)
         except RecordError as error:
             yield BadRecord(kind=error.kind, where=record.where, what=error.what), record.after
         else:

@@ -115,11 +115,16 @@ class TextTokenizer:
         """
         if self.unknown_id is not None:
             return "words for which it writes its unknown token" if self.unknown_id in ids else ""
+        texts = [text for text in texts if not (text.isascii() and self._encodes_ascii)]
         if all(map(self._encodes, set().union(*texts))):
             return ""
         rest = (self.added.sub("", text) for text in texts)  # the signs of control tokens need no tokens of their own
         lost = sorted(character for character in set().union(*rest) if not self._encodes(character))
         return ", ".join(map(repr, lost[:5])) + (" and more" if len(lost) > 5 else "")
+
+    @cached_property
+    def _encodes_ascii(self) -> bool:
+        return all(self._encodes(chr(code)) for code in range(32, 127))
 
     def _encodes(self, character: str) -> bool:
         if (known := self._is_encoded.get(character)) is None:

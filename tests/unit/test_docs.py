@@ -13,6 +13,7 @@ from docs import (
     make_claims,
     make_combinations,
     make_configuration,
+    make_data,
     make_planning,
     make_readme_table,
     make_resuming,
@@ -40,6 +41,10 @@ def test_configuration_page_names_every_setting() -> None:
     for section, values in Config().to_dict().items():
         for name in values if isinstance(values, dict) else [section]:
             assert f"| `{name}` |" in page
+
+
+def test_data_page_is_up_to_date() -> None:
+    assert make_data.PAGE.read_text(encoding="utf-8") == make_data.format_page(), "run python docs/make_data.py"
 
 
 def test_resuming_page_is_up_to_date() -> None:

@@ -307,6 +307,12 @@ def test_a_record_that_fits_two_shapes_is_refused_by_line(jsonl, record: dict, f
     assert bad.where.endswith(":1")
 
 
+def test_every_record_is_asked_whether_it_fits_two_shapes(jsonl) -> None:
+    good, bad = read(jsonl({"messages": CHAT}, {"messages": CHAT, "text": "c"}, {"messages": CHAT, "prompt": "c"}))
+    assert len(good) == 1
+    assert [record.kind for record in bad] == ["two formats"] * 2
+
+
 def test_a_column_that_only_repeats_is_no_second_shape(jsonl) -> None:
     """UltraChat 200k has its first question in "prompt" as well, alpaca the whole prompt in "text"."""
     assert one(jsonl({"messages": CHAT, "prompt": "a", "prompt_id": "7"})).unread == ("prompt", "prompt_id")
@@ -409,6 +415,7 @@ SETS: dict[str, tuple[dict, list[tuple[str, str]]]] = {
         [("system", "s"), *QA],
     ),
     "ms-swift": ({"system": "s", "query": "a", "response": "b", "history": []}, [("system", "s"), *QA]),
+    "ms-swift pairs": ({"system": "s", "conversation": [{"human": "a", "assistant": "b"}]}, [("system", "s"), *QA]),
     "XTuner": (
         {"conversation": [{"system": "s", "input": "a", "output": "b", "output_with_loss": True}]},
         [("system", "s"), *QA],
