@@ -451,6 +451,13 @@ def _render_chat(
     )
 
 
+def _as_written(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message without its marks, which a template that writes whole messages would write out."""
+    if "train" in message or "untrained" in message:
+        return {key: value for key, value in message.items() if key not in ("train", "untrained")}
+    return message
+
+
 def _render(
     template: ChatTemplate,
     messages: Sequence[dict[str, Any]],
@@ -466,7 +473,7 @@ def _render(
         # spans in characters: one way of finding tokens then serves every format.
         with RENDERING:
             texts, spans = render_jinja_template(
-                [list(messages)],
+                [[_as_written(message) for message in messages]],
                 chat_template=template.source,
                 add_generation_prompt=ask,
                 return_assistant_tokens_mask=markers,

@@ -132,11 +132,15 @@ _NEEDED = {key for shape in SHAPES[: len(FORMATS)] for key in shape.needs}
 assert _NEEDED | {*CONTEXT} - {"media", "documents"} == {*COLUMNS}
 COLUMN_NAMES = frozenset(chain(*(shape.columns for shape in SHAPES), *CONTEXT.values()))
 # By words like these the columns of an unknown file are guessed, in the refusal alone.
-QUESTIONS = ("instruction", "question", "query", "prompt", "problem", "user", "human", "request", "input", "task")
-ANSWERS = ("output", "response", "answer", "completion", "solution", "assistant", "gpt", "reply", "target", "summary")
+QUESTIONS = ("instruction", "question", "query", "prompt", "problem", "user", "human", "request", "input", "inputs")
+QUESTIONS += ("task", "source_text")
+DOCUMENTS = ("content", "document", "body", "article", "raw_content", "markdown", "page_content")
+ANSWERS = ("output", "response", "answer", "completion", "solution", "assistant", "gpt", "reply", "target", "targets")
+ANSWERS += ("summary", "target_text")
 
 _DECIDES = ("loss", "train", "mask", "weight", "label")
 _INNOCENT = re.compile(r"(con|re)?strain\w*|gloss\w*|blossom\w*|floss\w*|lightweight|unmasked_text")
+_DECIDES_TOO = ("kto_tag",)  # LLaMA-Factory's: whether an answer is a wanted one
 # Columns that have such a word in them and say something else: Nemotron's names the models it was used for.
 _SAYS_SOMETHING_ELSE = ("used_in_training",)
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
@@ -146,7 +150,7 @@ def decides_targets(name: str) -> bool:
     """Tell whether a key by its name says what is trained on: loss_mask, isTrainable, label."""
     words = [word.lower() for word in _WORDS.findall(name)]
     joined = " ".join(word for word in words if not _INNOCENT.fullmatch(word))
-    return name not in _SAYS_SOMETHING_ELSE and any(word in joined for word in _DECIDES)
+    return name not in _SAYS_SOMETHING_ELSE and (name in _DECIDES_TOO or any(word in joined for word in _DECIDES))
 
 
 @lru_cache(maxsize=1024)  # every record is asked for, and those of a file have few different sets of columns

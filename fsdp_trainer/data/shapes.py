@@ -12,6 +12,7 @@ from fsdp_trainer.data.formats import Chat, Plain, RecordError
 from fsdp_trainer.data.known_keys import (
     ANSWERS,
     CONTEXT,
+    DOCUMENTS,
     FORMATS,
     QUESTIONS,
     RENDERED,
@@ -25,7 +26,8 @@ from fsdp_trainer.data.strict_json import parsed
 
 _READY_MADE = "ready-made tokens (key 'input_ids') are not read: give text, which the model's own tokenizer encodes"
 # Variables of a template that are not a record's to set.
-_RESERVED = ("messages", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token", "pad_token")
+_RESERVED = ("messages", "conversations", "chat_template", "add_generation_prompt", "continue_final_message")
+_RESERVED += ("return_assistant_tokens_mask", "bos_token", "eos_token", "pad_token", "unk_token")
 
 
 def recognise_shape(record: dict[str, Any], *, record_format: str = "auto", renamed: Collection[str] = ()) -> Shape:
@@ -138,7 +140,8 @@ def _not_of_shape(record: dict[str, Any], shape: Shape, *, missing: str) -> Reco
 
 def _unread(record: dict[str, Any], shape: Shape) -> tuple[str, ...]:
     """Return the columns that nothing reads; refuse one that by its name decides what is trained on."""
-    unread = [name for name, value in record.items() if name not in shape.names and value is not None]
+    # "" is how a CSV file writes null
+    unread = [name for name, value in record.items() if name not in shape.names and value is not None and value != ""]
     for name in unread:
         if decides_targets(name):
             raise RecordError(
@@ -195,8 +198,9 @@ def _prompt_completion(values: Mapping[str, Any], context: Mapping[str, tuple[st
     for name, value in context.values():
         raise RecordError(
             "not supported",
-            f"{name!r} ({shown(value)}) beside plain text: only a chat template could write it; set data.columns: "
-            "{instruction: prompt, output: completion} for a chat of one question and its answer, or use messages",
+            f"{name!r} ({shown(value)}) beside plain text: only a chat template could write it; for a chat of one "
+            "question and its answer set data.columns: {instruction: prompt, output: completion} (with the file's own "
+            "names), or use messages",
         )
     return Plain(string(prompt, "prompt"), string(completion, "completion"))
 
@@ -280,6 +284,8 @@ def _guess_columns(record: dict[str, Any]) -> str | None:
         if turns and all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in turns):
             return f"set data.columns: {{messages: {name}}}"
     asked, answered = _called(texts, QUESTIONS), _called(texts, ANSWERS)
+    if asked is None and answered is None and (document := _called(texts, DOCUMENTS)) is not None:
+        return f"set data.columns: {{text: {document}}}"
     if asked is None or answered is None or asked == answered:
         return None
     if asked == "prompt" and "completion" not in record:

@@ -125,6 +125,18 @@ def test_marks_of_parts_hold_with_last_assistant_and_contradict_all(prepared, sh
         prepared(file, train_on="all")
 
 
+def test_a_template_that_writes_whole_messages_writes_no_marks(prepared, shown, jsonl) -> None:
+    from tests.unit.data.toy_tokenizer import build_tokenizer
+
+    whole = "{% for m in messages %}<|im_start|>{{ m | tojson }}<|im_end|>{% endfor %}"
+    parts = [{"type": "text", "text": "b", "loss": False}, {"type": "text", "text": "c"}]
+    for answer in ({"content": "b", "train": False}, {"content": parts}):
+        messages = [CHAT[0], {"role": "assistant", **answer}, *CHAT]
+        tokenizer = build_tokenizer(template=whole)
+        (text,) = shown(prepared(jsonl({"messages": messages}), tokenizer=tokenizer)[0], tokenizer=tokenizer)
+        assert "train" not in text
+
+
 def test_parts_cannot_be_marked_where_the_template_rewrites_the_answer(prepared, jsonl) -> None:
     from tests.unit.data.toy_tokenizer import CHATML, build_tokenizer
 
@@ -181,7 +193,7 @@ def test_a_message_that_says_two_things_or_what_is_not_read_is_refused(jsonl, me
 @pytest.mark.parametrize(
     ("name", "decides"),
     [
-        *((name, True) for name in ("loss_mask", "isTrainable", "sample_weight", "labels", "lossmask")),
+        *((name, True) for name in ("loss_mask", "isTrainable", "sample_weight", "labels", "lossmask", "kto_tag")),
         *((name, False) for name in ("constraints", "glossary", "used_in_training", "category")),
     ],
 )
@@ -444,6 +456,8 @@ def test_the_shapes_of_open_data_sets_are_recognised(jsonl, tmp_path: Path, name
         ({"id": 1, "turns": CHAT}, "data.columns: {messages: turns}"),
         ({"conversation_hash": "h", "chat": json.dumps(CHAT)}, "data.columns: {messages: chat}"),
         ({"prompt": "a", "response": "b"}, "data.columns: {completion: response}"),
+        ({"inputs": "a", "targets": "b"}, "data.columns: {instruction: inputs, output: targets}"),
+        ({"content": "a", "path": "b"}, "data.columns: {text: content}"),
         ({"user_question": "a", "best_answer": "b"}, "data.columns: {instruction: user_question, output: best_answer}"),
         ({"system_prompt": "s", "task": "a", "reply": "b"}, "data.columns: {instruction: task, output: reply}"),
     ],

@@ -179,6 +179,15 @@ CASES: list[tuple[str, tuple[dict[str, Any], ...], str]] = [
         "⟦<think>\n\n</think>\n\n4, I think\n\nand so on<|im_end|>⟧\n",
     ),
     (
+        # the call is not the last answer, so no block stands before it
+        "qwen3",
+        ANSWERED_CALL,
+        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+        '⟦<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": "two"}}\n</tool_call><|im_end|>⟧\n'
+        "<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n⟦<think>\n\n</think>\n\nIt is 4<|im_end|>⟧\n",
+    ),
+    (
         "gemma",
         TWO_TURNS,
         "<bos><start_of_turn>user\nHello there!<end_of_turn>\n<start_of_turn>model\n⟦What now?<end_of_turn>⟧\n"
