@@ -279,10 +279,9 @@ def _guess_columns(record: dict[str, Any]) -> str | None:
     """Return the line of the settings by which a record could be read, None where its columns do not say."""
     filled = {name: value for name, value in record.items() if value}
     texts = {name: value for name, value in filled.items() if isinstance(value, str)}
-    for name, value in filled.items():
-        turns = _turns(value)
-        if turns and all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in turns):
-            return f"set data.columns: {{messages: {name}}}"
+    chats = [name for name, value in filled.items() if _is_chat(_turns(value))]
+    if chats:  # of several, wanted and unwanted answers say, none is the one
+        return f"set data.columns: {{messages: {chats[0]}}}" if len(chats) == 1 else None
     asked, answered = _called(texts, QUESTIONS), _called(texts, ANSWERS)
     if asked is None and answered is None and (document := _called(texts, DOCUMENTS)) is not None:
         return f"set data.columns: {{text: {document}}}"
@@ -294,6 +293,10 @@ def _guess_columns(record: dict[str, Any]) -> str | None:
         )
     pairs = {"instruction": asked, "output": answered}
     return "set data.columns: {" + ", ".join(f"{ours}: {name}" for ours, name in pairs.items() if ours != name) + "}"
+
+
+def _is_chat(turns: list[Any]) -> bool:
+    return bool(turns) and all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in turns)
 
 
 def _turns(value: Any) -> list[Any]:
@@ -313,9 +316,10 @@ def _called(texts: Mapping[str, str], words: tuple[str, ...]) -> str | None:
 
 def _misspelt(record: dict[str, Any]) -> str | None:
     """Name the column that is nearly one of a format's, by its name and by the kind of its value."""
+    names = {name for shape in SHAPES for name in shape.columns}
+    turns = {name for shape in SHAPES for name in shape.columns if shape.needs.keys() <= {"messages", "conversations"}}
     for name, value in record.items():
-        kinds = ("messages", "conversations", "conversation") if isinstance(value, list) else ()
-        kinds = kinds or tuple(key for shape in SHAPES for key in shape.columns if not shape.lists and key[-1] != "s")
-        if match := difflib.get_close_matches(name, kinds, n=1, cutoff=0.85):
+        kinds = turns if isinstance(value, list) else names - turns if isinstance(value, str) else ()
+        if name not in names and (match := difflib.get_close_matches(name, sorted(kinds), n=1, cutoff=0.85)):
             return f"did you write {name!r} for {match[0]!r}?"
     return None

@@ -484,5 +484,12 @@ def test_a_hint_does_not_lead_astray(jsonl, names: tuple[str, ...]) -> None:
     assert all(name in bad.what for name in names)
 
 
+def test_no_line_is_given_where_it_would_leave_half_of_the_record_out(jsonl) -> None:
+    for record in ({"chosen": CHAT, "rejected": CHAT}, {"question": "a", "answers": {"text": ["b"]}}):
+        _, (bad,) = read(jsonl(record))
+        assert "set data.columns" not in bad.what
+        assert "did you write" not in bad.what
+
+
 def test_each_shape_is_the_only_one_of_its_columns() -> None:
     assert len({shape.columns for shape in SHAPES}) == len(SHAPES)
