@@ -117,7 +117,9 @@ def read_file(
             content, unread = example_from_record(value, shape)
             refuse_second_shape(value, shape, record_format=record_format, renamed=columns)
         except RecordError as error:
-            yield BadRecord(kind=error.kind, where=record.where, what=error.what), record.after
+            beside = record.unread if error.kind in ("unknown format", "missing field") else ()
+            what = error.what + (f"; the file also has the columns {sorted(beside)}" if beside else "")
+            yield BadRecord(kind=error.kind, where=record.where, what=what), record.after
         else:
             digest = xxhash.xxh3_64_intdigest(canonical(content))
             yield Example(content, record.where, digest, unread + record.unread), record.after

@@ -484,6 +484,14 @@ def test_a_hint_does_not_lead_astray(jsonl, names: tuple[str, ...]) -> None:
     assert all(name in bad.what for name in names)
 
 
+@pytest.mark.parametrize("record", [{"conversation": "USER: a", "score": 1}, {"data": "a", "kind": "b"}])
+def test_a_refused_table_names_all_its_columns(tmp_path: Path, record: dict) -> None:
+    write_parquet([record], tmp_path / "a.parquet")
+    for columns in ({}, {"prompt": "missing"}):
+        _, (bad,) = read(tmp_path / "a.parquet", columns=columns)
+        assert all(repr(name) in bad.what for name in record)
+
+
 def test_no_line_is_given_where_it_would_leave_half_of_the_record_out(jsonl) -> None:
     for record in ({"chosen": CHAT, "rejected": CHAT}, {"question": "a", "answers": {"text": ["b"]}}):
         _, (bad,) = read(jsonl(record))
