@@ -7,7 +7,6 @@ import json
 import shutil
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -100,12 +99,13 @@ def remove_damaged(folder: Path) -> str | None:
 
     Reads all of them: from the page cache 5 to 10 GB a second.
     """
-    if not folder.exists() or (damage := _find_damage(folder)) is None:
+    read = _identity(folder)
+    if read is None or (damage := _find_damage(folder)) is None:
         return None
     # Out of the way in one operation: another run may still read these files, or be about to build them.
     try:
         aside = Path(tempfile.mkdtemp(prefix=".damaged.", dir=folder.parent))
-        with suppress(FileNotFoundError):  # the other run was faster
+        if _identity(folder) == read:  # else another machine built them anew meanwhile
             folder.rename(aside / folder.name)
         shutil.rmtree(aside, ignore_errors=True)
     except OSError as error:
@@ -115,6 +115,10 @@ def remove_damaged(folder: Path) -> str | None:
             fix="delete this folder, or set data.cache_dir to another one",
         ) from error
     return damage
+
+
+def _identity(folder: Path) -> int | None:
+    return folder.stat().st_ino if folder.exists() else None
 
 
 def _find_damage(folder: Path) -> str | None:
