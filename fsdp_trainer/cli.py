@@ -218,6 +218,9 @@ def simulate(
             help="Such as 8xH100-80GB, 2x8xA100-80GB, 2xCPU or a YAML file; default this machine's.", metavar="GPUS"
         ),
     ] = None,
+    host_ram: Annotated[
+        str | None, typer.Option(help="RAM of one machine, such as 128GiB; default not checked.", metavar="RAM")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="Settings file (YAML).", metavar="RUN.YAML")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     classic: Annotated[
@@ -234,7 +237,7 @@ def simulate(
     ] = None,
 ) -> None:
     """Say what a run would take on GPUs you name, by running it on fake tensors: needs a config.json and no GPU."""
-    flags = ("--config", "--gpus", "--json", "--classic-segments", "--quick", "--picture")
+    flags = ("--config", "--gpus", "--host-ram", "--json", "--classic-segments", "--quick", "--picture")
     check_command_flags(context.args, root=Config, flags=flags)
     if as_json and picture == "-":
         raise ConfigError("JSON and a picture do not go together.", values="--json --picture -", fix="name a file")
@@ -246,8 +249,18 @@ def simulate(
         check_picture(picture)
     hardware = parse_gpus(gpus) if gpus is not None else detect()
     settings.check_world(hardware.count)
+    ram = None
+    if host_ram is not None:
+        from fsdp_trainer.memory.planning import read_ram
+
+        ram = read_ram(host_ram)
     with _says_when_stopped("nothing is left behind"):
         result, text, timeline = (_quick if quick else _simulate)(settings, hardware, classic, picture is not None)
+    if ram is not None:
+        from fsdp_trainer.memory.simulation_text import check_host
+
+        result, line = check_host(result, ram, ranks=hardware.gpus_per_node, on_cpu=hardware.is_cpu)
+        text = f"{text}\n{line}"
     print(json.dumps(result, indent=2) if as_json else text)
     if picture == "-":
         from fsdp_trainer.report.memory_picture import format_memory

@@ -347,11 +347,7 @@ def check_environment(config: Config, environ: Mapping[str, str]) -> None:
     only values that differ from the defaults are compared.
     """
     problems = [*_mixed_precision(environ.get("ACCELERATE_MIXED_PRECISION"), config)]
-    problems += [
-        _problem("this trainer runs FSDP2 alone", name, environ[name], "use a profile for FSDP")
-        for name in _OTHER_ENGINES
-        if as_bool(environ.get(name, "false"))
-    ]
+    problems += [_other_engine(name, environ) for name in _OTHER_ENGINES if as_bool(environ.get(name, "false"))]
     backend = environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
     if backend.lower() != "no":
         problems.append(_problem("compiling comes later", "ACCELERATE_DYNAMO_BACKEND", backend, "leave it out"))
@@ -361,7 +357,16 @@ def check_environment(config: Config, environ: Mapping[str, str]) -> None:
         if name.lower() in _FSDP_RULES and value.strip().lower() not in _LAUNCH_DEFAULTS.get(name, set())
     }
     problems += check_fsdp_values(values, config)
-    raise_problems(problems, source="from the Accelerate profile")
+    raise_problems(problems, source="from the Accelerate profile or the shell")
+
+
+def _other_engine(name: str, environ: Mapping[str, str]) -> Problem:
+    # A profile names one engine, and `accelerate launch` leaves what the shell had exported beside it.
+    if as_bool(environ.get("ACCELERATE_USE_FSDP", "false")) and name != "ACCELERATE_USE_PARALLELISM_CONFIG":
+        return _problem(
+            "the shell asks for another engine than the profile's FSDP", name, environ[name], f"unset {name}"
+        )
+    return _problem("this trainer runs FSDP2 alone", name, environ[name], "use a profile for FSDP")
 
 
 def check_layer_class(environ: Mapping[str, str], classes: Sequence[str]) -> str:

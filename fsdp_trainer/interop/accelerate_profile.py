@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.interop.accelerate_rules import RULES, ProfileFacts
@@ -40,7 +41,7 @@ def import_accelerate(
     files that cannot be read.
     """
     document = read_yaml(read_text(path, what=WHAT), file=str(path), what=WHAT)
-    values = read_values(document, load_table("accelerate_keys"), fill=lambda source: None, tool="Accelerate")
+    values = read_values(document, load_table("accelerate_keys"), fill=lambda source: "", tool="Accelerate")
     facts = ProfileFacts(held_values(values), _model_type(model))
     if not any(key.name == "distributed_type" for key in document.keys):
         fix = "give a file that `accelerate config` wrote"
@@ -81,17 +82,21 @@ def _model_type(model: str | Path | None) -> str | None:
 def _read_deepspeed(document: Document, facts: ProfileFacts, micro_batch_size: int | None) -> Import:
     """Judge deepspeed_config as the DeepSpeed file that it stands for, or the file that it names."""
     named = facts.values.get("deepspeed_config.deepspeed_config_file")
+    filled = _filled(facts, micro_batch_size)
     if named:
         path = Path(document.file).parent / named
         inner = read_json(read_text(path, what=DEEPSPEED), file=str(path), what=DEEPSPEED)
-        return judge_deepspeed(inner, arguments=None, world_size=facts.processes)
+        inner = replace(inner, keys=(*inner.keys, *_precision_keys(document, facts, inner)))
+        return judge_deepspeed(inner, arguments=None, world_size=facts.processes, filled=filled)
     keys = [
         replace(key, name=_DEEPSPEED_NAMES[leaf])
         for key in document.keys
         if key.name.startswith("deepspeed_config.") and (leaf := key.name.partition(".")[2]) in _DEEPSPEED_NAMES
     ]
     micro = Key("train_micro_batch_size_per_gpu", micro_batch_size or 1, document.file, 0, 0)
-    judged = judge_deepspeed(replace(document, keys=(*keys, micro)), arguments=None, world_size=facts.processes)
+    keys += _precision_keys(document, facts, replace(document, keys=()))
+    given = replace(document, keys=(*keys, micro))
+    judged = judge_deepspeed(given, arguments=None, world_size=facts.processes, filled=filled)
     verdicts = judged.verdicts[:-1]  # the micro-batch is not the profile's
     why = "a profile does not say it" if micro_batch_size is None else "as given"
     rows = judged.verdicts[-1].settings.get("batch.global_batch_size", facts.processes)
@@ -108,10 +113,30 @@ def _read_deepspeed(document: Document, facts: ProfileFacts, micro_batch_size: i
     return replace(judged, verdicts=verdicts, added=tuple(added), notes=())
 
 
+def _filled(facts: ProfileFacts, micro_batch_size: int | None) -> dict[str, tuple[Any, str]]:
+    """Return what Accelerate fills in for the "auto" of a DeepSpeed file, by the source that its table names."""
+    found: dict[str, tuple[Any, str]] = {"max_grad_norm": (1.0, "as Accelerate fills it in")}
+    found["accumulation"] = (1, "Accelerate's default; your script may say otherwise")
+    if micro_batch_size is not None:
+        found["micro_batch"] = (micro_batch_size, "as given")
+    found |= {dtype: (facts.dtype == dtype, "from mixed_precision") for dtype in ("bf16", "fp16")}
+    return found
+
+
+def _precision_keys(document: Document, facts: ProfileFacts, inner: Document) -> list[Key]:
+    """Return the section that Accelerate adds to a DeepSpeed configuration which has none for mixed_precision."""
+    at = next((key for key in document.keys if key.name == "mixed_precision"), None)
+    said = {key.name for key in inner.keys if key.value is True} | {key.name.split(".")[0] for key in inner.keys}
+    if at is None or not facts.dtype or said.intersection({facts.dtype, "bf16.enabled", "fp16.enabled"}):
+        return []
+    return [replace(at, name=f"{facts.dtype}.enabled", value=True)]
+
+
 def _put_in(verdicts: Sequence[Verdict], inner: Import, facts: ProfileFacts) -> Iterator[Verdict]:
     """Yield the profile's verdicts, with those on its DeepSpeed keys in their place and the named file's at the end."""
     is_file = bool(facts.values.get("deepspeed_config.deepspeed_config_file"))
-    found = {} if is_file else {(one.key.line, one.key.column): one for one in inner.verdicts}
+    theirs = [one for one in inner.verdicts if not _is_mixed_precision(one.key, verdicts)]
+    found = {} if is_file else {(one.key.line, one.key.column): one for one in theirs}
     for verdict in verdicts:
         name = verdict.key.name
         judged = found.get((verdict.key.line, verdict.key.column))
@@ -121,11 +146,17 @@ def _put_in(verdicts: Sequence[Verdict], inner: Import, facts: ProfileFacts) -> 
             yield replace(verdict, kind="mapped", text="its keys are below")
         elif name.startswith("deepspeed_config.") and is_file and verdict.kind == "not needed":
             yield replace(verdict, text="the DeepSpeed file says it")
-        elif is_file and "precision" in verdict.settings:
+        elif is_file and "precision" in verdict.settings and len(theirs) == len(inner.verdicts):
             yield replace(verdict, kind="not needed", settings={}, text="the DeepSpeed file says the precision")
         else:
             yield verdict
-    yield from inner.verdicts if is_file else ()
+    yield from theirs if is_file else ()
+
+
+def _is_mixed_precision(key: Key, verdicts: Sequence[Verdict]) -> bool:
+    """Tell whether a DeepSpeed key is the profile's mixed_precision, written as DeepSpeed has it."""
+    places = {(one.key.file, one.key.line, one.key.column): one.key.name for one in verdicts}
+    return places.get((key.file, key.line, key.column)) == "mixed_precision"
 
 
 def _find_defaults(facts: ProfileFacts) -> Iterator[Added]:

@@ -42,6 +42,12 @@ class ProfileFacts:
         return max(1, self.values.get("num_machines", 1))
 
     @property
+    def dtype(self) -> str:
+        """What DeepSpeed computes in by mixed_precision: bf16 (also below fp8), fp16, or "" where it is off."""
+        word = str(self.values.get("mixed_precision", "no")).strip().lower()
+        return {"bf16": "bf16", "fp8": "bf16", "fp16": "fp16"}.get(word, "")
+
+    @property
     def version(self) -> int:
         """The FSDP version: 1 where none is said."""
         return self.values.get("fsdp_config.fsdp_version", 1)
@@ -156,7 +162,8 @@ def _strategy(value: Any, facts: ProfileFacts) -> Outcome:
         remark = "Accelerate does not read it with fsdp_version: 2, where it is fsdp_reshard_after_forward"
         return differs(f"{remark}; {text}".removesuffix("; "), **settings)
     if name == "HYBRID_SHARD_ZERO2":
-        return differs(f"as HYBRID_SHARD, which also frees the weights after the forward pass; {text}", **settings)
+        remark = "as HYBRID_SHARD, which also frees the weights after the forward pass"
+        return differs(f"{remark}; {text}".removesuffix("; "), **settings)
     return mapped(text, **settings)
 
 
@@ -171,7 +178,8 @@ def _reshard(value: Any, facts: ProfileFacts) -> Outcome:
     text, settings = _sharded(name, facts) if name in STRATEGY_STAGES else ("", {"sharding__zero_stage": stage})
     if facts.version == 2:
         if name in STRATEGY_STAGES:
-            return differs(f"true or false with fsdp_version: 2, where Accelerate fails on this; {text}", **settings)
+            remark = "true or false with fsdp_version: 2, where Accelerate fails on this"
+            return differs(f"{remark}; {text}".removesuffix("; "), **settings)
         return mapped("gathered weights are freed after the forward pass" if stage == 3 else "", **settings)
     if "fsdp_config.fsdp_sharding_strategy" in facts.values:
         return not_needed("fsdp_sharding_strategy says it, and FSDP1 reads that")
@@ -196,10 +204,20 @@ def _layer_class(value: Any, facts: ProfileFacts) -> Outcome:
     return _of_fsdp(facts) or judge_layer_classes(value, model_type=facts.model_type)
 
 
+def _wrong_mesh(copies: int, shards: int, facts: ProfileFacts) -> str:
+    """Say what the sizes of parallelism_config make together where that is not the number of processes, or ""."""
+    parts, product = f"{copies} copies x {shards} shards", copies * shards
+    for name in ("tp", "cp", "sp"):
+        size = facts.values.get(f"parallelism_config.parallelism_config_{name}_size", 1)
+        product *= size
+        parts += f" x {size} {name}" if size != 1 else ""
+    return "" if product == facts.processes else f"{parts} = {product} are not {facts.processes} processes"
+
+
 def _replicate(value: int, facts: ProfileFacts) -> Outcome:
     shard = facts.values.get("parallelism_config.parallelism_config_dp_shard_size", 1)
-    if value * shard != facts.processes:
-        return blocked(f"{value} copies x {shard} shards are not {facts.processes} processes")
+    if wrong := _wrong_mesh(value, shard, facts):
+        return blocked(wrong)
     if value == 1:
         return not_needed("one copy")
     if shard == 1:
@@ -208,9 +226,8 @@ def _replicate(value: int, facts: ProfileFacts) -> Outcome:
 
 
 def _shard(value: int, facts: ProfileFacts) -> Outcome:
-    copies = facts.copies or 1
-    if value * copies != facts.processes:
-        return blocked(f"{copies} copies x {value} shards are not {facts.processes} processes")
+    if wrong := _wrong_mesh(facts.copies or 1, value, facts):
+        return blocked(wrong)
     return mapped("follows from the number of processes and of copies")
 
 

@@ -1,7 +1,7 @@
 """Reads Transformers' TrainingArguments from a file: what each becomes, and what DeepSpeed's "auto" stands for."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -85,9 +85,14 @@ class Arguments:
         return verdicts, [added for added in find_added(facts) if added.name not in taken]
 
     def beside_deepspeed(self, taken: set[str], world_size: int | None) -> tuple[list[Verdict], list[Added]]:
-        """Return the same for arguments that a DeepSpeed file goes before: it has said the settings in `taken`."""
+        """Return the same for arguments that a DeepSpeed file goes before: it has said the settings in `taken`.
+
+        A scheduler or an optimizer of the file is the only one: nothing of the arguments' own goes beside it.
+        """
         verdicts, added = self.judge(world_size)
-        return [_yield_to(verdict, taken) for verdict in verdicts], [one for one in added if one.name not in taken]
+        whole = tuple(prefix for name, prefix in _WHOLE.items() if name in taken)
+        kept = [one for one in added if one.name not in taken and not one.name.startswith(whole)]
+        return [_yield_to(verdict, taken, whole) for verdict in verdicts], kept
 
 
 _NAMES = {
@@ -96,7 +101,17 @@ _NAMES = {
 }
 
 
-def _yield_to(verdict: Verdict, taken: set[str]) -> Verdict:
+# What a file that says the first has said as a whole, and the arguments that only speak of it.
+_WHOLE = {"schedule.name": "schedule.", "optim.name": "optim."}
+_SPEAKS = {
+    "schedule.": ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"),
+    "optim.": ("optim", "optim_args", "optim_target_modules", "adafactor"),
+}
+
+
+def _yield_to(verdict: Verdict, taken: set[str], whole: Sequence[str]) -> Verdict:
+    if any(verdict.key.name.split(".")[0] in _SPEAKS[prefix] for prefix in whole):
+        return Verdict(verdict.key, "not needed", "the DeepSpeed file says it, or took it as its auto")
     if not verdict.settings or not taken.intersection(verdict.settings):
         return verdict
     left = {name: value for name, value in verdict.settings.items() if name not in taken}
@@ -132,5 +147,5 @@ def _spliced(keys: tuple[Key, ...], folder: Path) -> Iterator[Key]:
 def make_arguments(document: Document) -> Arguments:
     """Return the arguments of a document that is read."""
     table = load_table("arguments_keys")
-    values = tuple(read_values(document, table, fill=lambda source: None, tool="TrainingArguments"))
+    values = tuple(read_values(document, table, fill=lambda source: "", tool="TrainingArguments"))
     return Arguments(document, values, held_values(values))

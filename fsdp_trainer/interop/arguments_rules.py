@@ -37,6 +37,12 @@ def find_added(facts: ArgumentFacts) -> Iterator[Added]:
         yield Added("schedule.warmup_steps", 0, "Transformers' default")
     if SCHEDULES.get(facts.value("lr_scheduler_type")) in ("linear", "cosine"):
         yield Added("schedule.min_lr_ratio", 0.0, "Transformers' schedules end at 0")
+    if (
+        "validation_file" in facts.held
+        and facts.value("eval_strategy") == "steps"
+        and facts.value("logging_steps") >= 1
+    ):
+        yield Added("eval.every_steps", int(facts.value("logging_steps")), "Transformers takes logging_steps")
     yield Added("precision", "fp32", "neither bf16 nor fp16 is on")
     yield Added("activation_checkpointing.mode", "none", "gradient_checkpointing is not on")
     yield Added("data.packing", False, "Transformers takes one record a row")
@@ -168,15 +174,18 @@ def _steps_of(setting: str, strategy: str) -> Any:
             return not_needed(f"{strategy} is {kind}")
         if strategy == "eval_strategy" and "eval_strategy" not in facts.held:
             return not_needed("eval_strategy is no")
+        length, text = facts.value("max_steps"), ""
+        if 0 < value < 1 and length > 0:
+            text = f"{value:g} of max_steps {length}"
+            value = math.ceil(length * value)
         if setting == "eval.every_steps" and "validation_file" not in facts.held:
-            return differs(
-                f"there is no data to evaluate on yet: set data.eval, and eval.every_steps: {value:g} with it"
-            )
+            said = f"{setting}: {value:g}" if value >= 1 else f"{setting} in steps (a share needs max_steps)"
+            return differs(f"there is no data to evaluate on yet: set data.eval, and {said} with it")
         if 0 < value < 1:
-            return refused("a share of the run: write it in steps")
+            return refused("a share of a run whose length is not known here: give max_steps, or write it in steps")
         if value < 1:
             return blocked("takes 1 or more")
-        return Outcome("mapped", "", {setting: int(value)})
+        return Outcome("mapped", text, {setting: int(value)})
 
     return rule
 

@@ -14,13 +14,41 @@ SCHEDULES = {
     "cosine_with_min_lr": "cosine",
     "polynomial": "linear",
 }
+# Transformers' others, which take their own lr_scheduler_kwargs.
+_OTHERS = (
+    *("cosine_with_restarts", "cosine_warmup_with_min_lr", "inverse_sqrt", "warmup_stable_decay", "greedy"),
+    "reduce_lr_on_plateau",
+)
 _NO_WARMUP = ("constant",)
+
+
+def _kind(facts: ArgumentFacts) -> str:
+    return str(facts.value("lr_scheduler_type")).strip().lower().removeprefix("schedulertype.")
+
+
+def _of_schedule(*kinds: str) -> Any:
+    """Make a rule of a key of lr_scheduler_kwargs that says so where the schedule is none of `kinds`."""
+
+    def decorate(rule: Any) -> Any:
+        def checked(value: Any, facts: ArgumentFacts) -> Outcome:
+            kind = _kind(facts)
+            if kind in _OTHERS:
+                return not_needed(f"{kind}'s own")
+            if kind in ("constant", "constant_with_warmup"):
+                return not_needed(f"Transformers gives {kind} no lr_scheduler_kwargs")
+            if kind not in kinds:
+                return refused(f"{kind} takes no such key, and Transformers fails on it")
+            return rule(value, facts)
+
+        return checked
+
+    return decorate
 
 
 def _scheduler(value: str, facts: ArgumentFacts) -> Outcome:
     name = value.strip().lower().removeprefix("schedulertype.")
     if name not in SCHEDULES:
-        near = difflib.get_close_matches(name, list(SCHEDULES), n=1, cutoff=0.8)
+        near = [] if name in _OTHERS else difflib.get_close_matches(name, list(SCHEDULES), n=1, cutoff=0.8)
         hint = f"; did you mean {near[0]}?" if near else ""
         text = f"the schedules here are constant, linear and cosine{hint}"
         return refused(text, schedule__name="cosine", schedule__convention="transformers")
@@ -36,12 +64,15 @@ def _scheduler(value: str, facts: ArgumentFacts) -> Outcome:
     return mapped("rate by rate", **settings)
 
 
+@_of_schedule("polynomial")
+def _lr_end(value: float, facts: ArgumentFacts) -> Outcome:
+    lr = facts.value("learning_rate")
+    return mapped(schedule__min_lr_ratio=value / lr) if 0 <= value <= lr else blocked(f"takes 0 to {lr}")
+
+
+@_of_schedule("cosine_with_min_lr")
 def _min_lr(value: float, facts: ArgumentFacts) -> Outcome:
-    kind, lr = str(facts.value("lr_scheduler_type")).lower(), facts.value("learning_rate")
-    if kind == "polynomial" and "lr_scheduler_kwargs.lr_end" in facts.held:
-        return mapped(schedule__min_lr_ratio=value / lr) if 0 <= value <= lr else blocked(f"takes 0 to {lr}")
-    if kind != "cosine_with_min_lr":
-        return refused(f"{kind} takes no such key, and Transformers fails on it")
+    lr = facts.value("learning_rate")
     ratio = facts.held.get("lr_scheduler_kwargs.min_lr_rate")
     ratio = facts.held["lr_scheduler_kwargs.min_lr"] / lr if ratio is None else ratio
     return (
@@ -51,18 +82,18 @@ def _min_lr(value: float, facts: ArgumentFacts) -> Outcome:
     )
 
 
+@_of_schedule("polynomial")
 def _power(value: float, facts: ArgumentFacts) -> Outcome:
-    if str(facts.value("lr_scheduler_type")).lower() != "polynomial":
-        return refused("only polynomial takes it, and Transformers fails on it")
     return mapped("a straight line") if value == 1 else refused("a power other than 1 is no straight line")
 
 
+@_of_schedule("cosine", "cosine_with_min_lr")
 def _num_cycles(value: float, facts: ArgumentFacts) -> Outcome:
     return mapped("half a cosine") if value == 0.5 else refused("the cosine here is half of one")
 
 
 def _warmup(value: float, facts: ArgumentFacts) -> Outcome:
-    if str(facts.value("lr_scheduler_type")).lower() in _NO_WARMUP:
+    if _kind(facts) in _NO_WARMUP:
         return not_needed("Transformers reads no warm-up with constant")
     if value < 0:
         return blocked("takes 0 or more")
@@ -83,6 +114,8 @@ def _warmup_ratio(value: float, facts: ArgumentFacts) -> Outcome:
 SCHEDULE_RULES: Rules = {
     "scheduler": _scheduler,
     "min_lr": _min_lr,
+    "lr_end": _lr_end,
+    "of_other_schedule": _of_schedule()(None),
     "power": _power,
     "num_cycles": _num_cycles,
     "warmup": _warmup,

@@ -3,14 +3,14 @@
 What a file leaves out has DeepSpeed's defaults, not this program's: those are written into the settings as well.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.interop.arguments import Arguments, read_arguments
-from fsdp_trainer.interop.deepspeed_batch import resolve_batch
+from fsdp_trainer.interop.deepspeed_batch import derive_size, resolve_batch
 from fsdp_trainer.interop.deepspeed_facts import SCHEDULES, Facts
 from fsdp_trainer.interop.deepspeed_rules import RULES
 from fsdp_trainer.interop.key_table import Value, held_values, judge, load_table, read_values
@@ -33,16 +33,28 @@ def import_deepspeed(
     return judge_deepspeed(document, arguments=arguments, world_size=world_size)
 
 
-def judge_deepspeed(document: Document, *, arguments: Arguments | None, world_size: int | None) -> Import:
-    """Return what becomes of the keys of a DeepSpeed configuration and of the arguments it is run with."""
+def judge_deepspeed(
+    document: Document,
+    *,
+    arguments: Arguments | None,
+    world_size: int | None,
+    filled: Mapping[str, tuple[Any, str]] | None = None,
+) -> Import:
+    """Return what becomes of the keys of a DeepSpeed configuration and of the arguments it is run with.
+
+    `filled` is what a profile has Accelerate fill in for "auto", with its origin, by source: the run starts from there.
+    """
     table = load_table("deepspeed_keys")
-    values = read_values(document, table, fill=_Fill(arguments, world_size), tool="DeepSpeed")
+    given = {key.name: key.value for key in document.keys if key.name in _BATCH_KEYS}
+    fill = _Fill(arguments, world_size, given, filled)
+    values = read_values(document, table, fill=fill, tool="DeepSpeed")
     held = held_values(values)
     batch = resolve_batch(held, arguments=arguments, world_size=world_size)
     if batch.problem and not _BATCH_KEYS.intersection(key.name.split(".")[0] for key in document.keys):
         fix = "write train_micro_batch_size_per_gpu and gradient_accumulation_steps, and give --world-size N"
         raise ConfigError(f"{WHAT} does not say the batch", values=f"{document.file}: {batch.problem}", fix=fix)
-    facts = Facts(held, batch, from_transformers=arguments is not None)
+    under_accelerate = arguments is not None or filled is not None
+    facts = Facts(held, batch, from_transformers=arguments is not None, under_accelerate=under_accelerate)
     judged = zip(judge(values, RULES, facts), values, strict=True)
     verdicts = [_check_argument(verdict, value, arguments) for verdict, value in judged]
     taken = {name for verdict in verdicts for name in verdict.settings}
@@ -68,15 +80,26 @@ _BATCH_KEYS = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_a
 
 @dataclass(frozen=True)
 class _Fill:
-    """Where "auto" gets its values: Transformers' arguments, read or by default."""
+    """Where "auto" gets its values: Transformers' arguments, Accelerate's profile, or the other sizes of the batch."""
 
     arguments: Arguments | None
     world_size: int | None
+    sizes: Mapping[str, Any]
+    filled: Mapping[str, tuple[Any, str]] | None
 
-    def __call__(self, source: str) -> tuple[Any, str] | None:
+    def __call__(self, source: str) -> tuple[Any, str] | str:
         if source == "amp":
             return False, "as Transformers has it"
-        return self.arguments.fill(source, self.world_size) if self.arguments is not None else None
+        if self.arguments is not None:
+            found = self.arguments.fill(source, self.world_size)
+            return found or "auto is a product with the number of GPUs: give --world-size N"
+        if self.filled is not None and source in self.filled:
+            return self.filled[source]
+        if (size := derive_size(source, self.sizes, self.world_size)) is not None:
+            return size, f"which follows from the other sizes and {self.world_size} GPUs"
+        if self.filled is not None:
+            return "auto is filled in by your script: write the value, or use import-deepspeed with --training-args"
+        return "auto is filled in by Transformers: give --training-args, or write the value"
 
 
 def _check_argument(verdict: Verdict, value: Value, arguments: Arguments | None) -> Verdict:

@@ -45,17 +45,32 @@ def resolve_batch(values: Mapping[str, Any], *, arguments: Arguments | None, wor
     return _checked(train, micro, steps, world_size)
 
 
+def derive_size(source: str, sizes: Mapping[str, Any], world_size: int | None) -> int | None:
+    """Return the one size that is "auto" where the other two and the number of GPUs are known and give a whole number.
+
+    `source` is train_batch_size, micro_batch or accumulation, as the table of keys calls them.
+    """
+    name = {"micro_batch": "train_micro_batch_size_per_gpu", "accumulation": "gradient_accumulation_steps"}
+    others = {one: size for one, size in sizes.items() if one != name.get(source, source)}
+    numbers = [size for size in others.values() if isinstance(size, int) and size > 0]
+    if source not in ("train_batch_size", *name) or world_size is None or len(numbers) != 2:
+        return None
+    if source == "train_batch_size":
+        return numbers[0] * numbers[1] * world_size
+    train = others["train_batch_size"]
+    other = next(size for one, size in others.items() if one != "train_batch_size")
+    return train // (other * world_size) if train % (other * world_size) == 0 else None
+
+
 def _checked(train: int | None, micro: int | None, steps: int | None, world: int) -> Batch:
-    if train is None:
-        assert micro is not None
-        steps = steps or 1
-        train = micro * steps * world
-    elif micro is None:
-        steps = steps or 1
-        micro = train // world // steps
-    elif steps is None:
-        steps = train // micro // world
-    equation = f"{train} = {micro} micro x {steps} accumulation x {world} ranks"
-    if train != micro * steps * world or not micro:
-        return Batch(problem=f"{equation} does not hold", world_size=world)
-    return Batch(train, micro, world, equation)
+    given = [f"{size} {what}" for size, what in ((micro, "micro"), (steps, "accumulation")) if size]
+    product = (micro or 1) * (steps or 1) * world
+    if train is not None and (train % product or (len(given) == 2 and train != product)):
+        shown = " x ".join([*(given or ["1 or more rows"]), f"{world} ranks"])
+        which = f", which is {product}" if len(given) == 2 else "" if not given else " x a whole number"
+        return Batch(problem=f"{train} is not {shown}{which}", world_size=world)
+    train = product if train is None else train
+    if micro is None:
+        micro = train // product  # DeepSpeed's: one micro-batch is as large as it can be
+    steps = steps or train // (micro * world)
+    return Batch(train, micro, world, f"{train} = {micro} micro x {steps} accumulation x {world} ranks")

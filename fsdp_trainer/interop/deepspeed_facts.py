@@ -14,11 +14,12 @@ _DTYPES |= {"float": "fp32"}
 
 @dataclass(frozen=True)
 class Facts:
-    """What the rules may look at: every readable value by its name, the batch, and whether Transformers is around."""
+    """What the rules may look at: every readable value by its name, the batch, and what else reads the file."""
 
     values: Mapping[str, Any]
     batch: Batch
     from_transformers: bool = False
+    under_accelerate: bool = False  # the Trainer or a profile, which start DeepSpeed through Accelerate
 
     def get(self, *names: str, default: Any = None) -> Any:
         """Return the first of these values that is there."""

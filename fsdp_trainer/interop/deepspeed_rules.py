@@ -43,9 +43,16 @@ def _clipping(value: float, facts: Facts) -> Outcome:
 
 
 def _steps_per_print(value: int, facts: Facts) -> Outcome:
+    if facts.under_accelerate:
+        return not_needed("Accelerate writes infinity over it, so DeepSpeed prints nothing")
     if value < 1:
         return blocked("takes 1 or more")
+    if value >= _NEVER:
+        return not_needed("so large that DeepSpeed prints nothing; this program's line is log.every_steps")
     return differs("a line of this program's own", log__every_steps=value)
+
+
+_NEVER = 100_000  # more steps than a fine-tuning has
 
 
 # Precision

@@ -32,6 +32,7 @@ class Entry:
     refused: str = ""
     differs: str = ""
     auto: str = ""  # where Transformers fills "auto" in from
+    fills: Any = None  # what Accelerate fills in for "auto" where Transformers does not
     also: tuple[str, ...] = ()  # older names
 
     def allows(self, value: Any) -> bool:
@@ -119,7 +120,8 @@ def _dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name.replace("__", ".", 1): value for name, value in settings.items()}
 
 
-AutoSource = Callable[[str], tuple[Any, str] | None]
+# The value of an "auto" and its origin, or what has to be given for it.
+AutoSource = Callable[[str], tuple[Any, str] | str]
 Rules = Mapping[str, Callable[[Any, Any], Outcome]]
 
 
@@ -226,14 +228,14 @@ def _decided(key: Key, kind: Kind, text: str, *, blocks: bool = False) -> Value:
 def _filled(key: Key, entry: Entry, fill: AutoSource) -> Value:
     if entry.not_needed:
         return _decided(key, "not needed", entry.not_needed)
-    found = fill(entry.auto) if entry.auto else None
-    if found is None and entry.auto:
-        text = "auto is filled in by Transformers: give --training-args, or write the value"
-        return _decided(key, "refused", text, blocks=True)
-    if found is None:
-        return _decided(key, "refused", "nobody fills in auto here: write the value", blocks=True)
+    found = fill(entry.auto) if entry.auto else "nobody fills in auto here: write the value"
+    if isinstance(found, str) and entry.fills is not None:
+        found = entry.fills, "as Accelerate fills it in"
+    if isinstance(found, str):
+        return _decided(key, "refused", found, blocks=True)
     value, source = found
-    return Value(key, entry, value, f"auto is {format_value(value)}, {source}")
+    note = f"auto is {format_value(value)}, {source}"
+    return _decided(key, "not needed", note) if value is False else Value(key, entry, value, note)
 
 
 def _unlisted(key: Key, table: Table, tool: str, off: set[str]) -> Value:
@@ -247,17 +249,41 @@ def _unlisted(key: Key, table: Table, tool: str, off: set[str]) -> Value:
         if top in off:
             return _decided(key, "not needed", f"{top} is not enabled")
         return _decided(key, "refused", table.whole[top] or table.entries[f"{top}.enabled"].refused)
-    if section in table.entries and section not in table.sections:
-        text = f"{section} takes {_TAKES[table.entries[section].takes]}, no section"
-        return _decided(key, "refused", text, blocks=True)
+    above = next((name for name in _parents(key.name) if name in table.entries and name not in table.sections), None)
+    if above is not None:
+        return _inside_value(key, above, table.entries[above])
+    if leaf.lower().startswith(_REMARKS):
+        return _decided(key, "not needed", "a remark, which nothing reads")
     near = find_near(key.name, table)
-    return _decided(key, "refused", f"{tool} has no such key" + (f"; did you mean {near}?" if near else ""))
+    wrong = "such key" if near or top in table.sections or not section else f"section {top}"
+    return _decided(key, "refused", f"{tool} has no {wrong}" + (f"; did you mean {near}?" if near else ""))
+
+
+_REMARKS = ("_", "//", "#", "comment", "description")  # how people write into JSON what it has no place for
+
+
+def _parents(name: str) -> Iterator[str]:
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _inside_value(key: Key, above: str, entry: Entry) -> Value:
+    """Judge a key below one that is no section in the table: where that takes anything, what it says holds for all."""
+    if entry.takes != "any" or entry.rule:
+        return _decided(key, "refused", f"{above} takes {_TAKES[entry.takes]}, no section", blocks=True)
+    if entry.not_needed:
+        return _decided(key, "not needed", entry.not_needed)
+    return _decided(key, "refused" if entry.refused else "mapped with a difference", entry.refused or entry.differs)
 
 
 def find_near(name: str, table: Table) -> str:
     """Return the key that was most likely meant: in the same section, elsewhere by this name, or a close one."""
     section, _, leaf = name.rpartition(".")
     names = [*table.entries, *table.whole]
+    top, _, rest = name.partition(".")
+    if section and top not in table.sections:
+        return _near_section(top, rest, names, table)
     here = [other.rpartition(".")[2] for other in names if other.rpartition(".")[0] == section]
     tops = sorted({other.split(".")[0] for other in names}) if not section else []
     close = difflib.get_close_matches(leaf, [*here, *tops], n=1, cutoff=0.75)
@@ -269,14 +295,19 @@ def find_near(name: str, table: Table) -> str:
             return f"{section}.{close[0]}".lstrip(".")
     if elsewhere:
         return elsewhere[0]
-    top, dot, rest = name.partition(".")
+    leaves = [other.rpartition(".")[2] for other in names]
+    close = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.8)
+    return names[leaves.index(close[0])] if close else ""
+
+
+def _near_section(top: str, rest: str, names: Sequence[str], table: Table) -> str:
+    """Return what was meant by a key of an unknown section: a section spelt like it, or the one key of this name."""
     sections = [other for other in table.sections if "." not in other]
-    close = difflib.get_close_matches(top, sections, n=1, cutoff=0.6) if dot and top not in sections else []
+    close = difflib.get_close_matches(top, sections, n=1, cutoff=0.6)
     if close:
         return f"{close[0]}.{rest}"
-    leaves = [other.rpartition(".")[2] for other in names]
-    close = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)
-    return names[leaves.index(close[0])] if close else ""
+    elsewhere = {table.entries[other].name for other in names if other in table.entries and other.endswith(f".{rest}")}
+    return elsewhere.pop() if len(elsewhere) == 1 else ""
 
 
 _TAKES = {

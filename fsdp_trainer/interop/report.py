@@ -19,8 +19,8 @@ def format_report(imported: Import) -> str:
     if imported.added:
         lines += ["", "not in the file:"]
         lines += [f"  {added.name}: {format_value(added.value)}  ({added.why})" for added in imported.added]
-    if imported.notes:
-        lines += ["", "about the file:", *(f"  {note}" for note in imported.notes)]
+    if imported.remarks:
+        lines += ["", "about the file:", *(f"  {note}" for note in imported.remarks)]
     return "\n".join(lines)
 
 
@@ -68,7 +68,7 @@ def format_json(imported: Import) -> dict[str, Any]:
             for verdict in imported.verdicts
         ],
         "added": [{"setting": a.name, "value": a.value, "why": a.why} for a in imported.added],
-        "notes": list(imported.notes),
+        "notes": list(imported.remarks),
     }
 
 
@@ -82,8 +82,8 @@ def format_markdown(imported: Import, config: Config, *, memory: Sequence[str] =
         lines += ["## Not in the file", "", "| setting | value | why |", "|---|---|---|"]
         lines += [f"| `{a.name}` | `{_cell(format_value(a.value))}` | {_cell(a.why)} |" for a in imported.added]
         lines.append("")
-    if imported.notes:
-        lines += ["## About the file", "", *(f"- {note}" for note in imported.notes), ""]
+    if imported.remarks:
+        lines += ["## About the file", "", *(f"- {note}" for note in imported.remarks), ""]
     lines += ["## A step", "", _format_step(imported, config), ""]
     if memory:
         lines += ["## Memory", "", *memory, ""]

@@ -63,8 +63,6 @@ def _with_deepspeed(document: Document, theirs: Document, arguments: Arguments, 
 
 
 def _remarks(arguments: Arguments) -> Iterator[str]:
-    if arguments.value("bf16") or arguments.value("fp16"):
-        yield "masters, sums of gradients and the loss are fp32"
     if arguments.held.get("average_tokens_across_devices", True) is False:
         yield "the loss is the mean over all supervised tokens of a step, over all ranks and micro-batches"
     yield "checkpoint.keep_latest is 2 where save_total_limit is not given: Transformers keeps all"

@@ -38,6 +38,15 @@ class Added:
     why: str
 
 
+_IN_FP32 = "computes, and masters, sums of gradients and the loss are fp32"
+_MASTERS = {
+    "bf16": f"bf16 {_IN_FP32}",
+    "fp16": f"fp16 {_IN_FP32}",
+    "bf16_pure": "weights and their updates are bf16, rounded stochastically: there are no fp32 masters",
+    "fp32": "everything is fp32: weights, gradients, sums and averages",
+}
+
+
 @dataclass(frozen=True)
 class Import:
     """All that an import found: verdicts in the order of the file, what was added, and the number of processes."""
@@ -54,6 +63,12 @@ class Import:
     def of_kind(self, kind: Kind) -> list[Verdict]:
         """Return the verdicts of one kind."""
         return [verdict for verdict in self.verdicts if verdict.kind == kind]
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What the report says beside the keys: the notes, and what the precision keeps in fp32."""
+        masters = _MASTERS.get(self.settings().get("precision", ""), "")
+        return (*self.notes, *([masters] if masters else []))
 
     def settings(self) -> dict[str, Any]:
         """Return the settings by dotted name: those added first, then the file's."""

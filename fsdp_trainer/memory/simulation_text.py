@@ -26,6 +26,17 @@ def format_simulation(result: Mapping[str, Any], *, gpus: str, on_cpu: bool = Fa
     return "\n".join(lines)
 
 
+def check_host(result: Mapping[str, Any], ram_bytes: int, *, ranks: int, on_cpu: bool) -> tuple[dict[str, Any], str]:
+    """Compare what a machine's `ranks` hold of its RAM with what it has; return the result with that, and a line."""
+    each = result["min_capacity_gib"] if on_cpu else result["host_gib"]
+    needed = max(result["host_node_gib"].values()) if "host_node_gib" in result else each * ranks
+    has = ram_bytes / 2**30
+    verdict = "fits" if needed <= has else "does not fit"
+    line = f"RAM of one machine: {verdict}: {_size(needed)} needed by its {ranks} ranks of {_size(has)}"
+    fits = result["fits"] and needed <= has
+    return {**result, "fits": fits, "host_needed_gib": needed, "host_ram_gib": has}, line
+
+
 def _size(gib: float) -> str:
     return format_bytes(gib * 2**30)
 

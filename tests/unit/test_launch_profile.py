@@ -225,6 +225,17 @@ def test_launch_defaults_are_nobodys_wish(settings: dict[str, Any]) -> None:
     check_environment(Config.load(None, settings), {})
 
 
+@pytest.mark.parametrize("name", ["ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"])
+def test_a_stale_variable_of_the_shell_is_not_blamed_on_the_profile(name: str) -> None:
+    """A profile names one engine: what is set beside its FSDP was there before."""
+    with pytest.raises(ConfigError) as caught:
+        check_environment(Config.load(None), {**LAUNCHED, name: "true"})
+    assert f"unset {name}" in str(caught.value) and "shell" in str(caught.value)
+    without = {key: value for key, value in LAUNCHED.items() if key != "ACCELERATE_USE_FSDP"}
+    with pytest.raises(ConfigError, match="use a profile for FSDP"):
+        check_environment(Config.load(None), {**without, name: "true"})
+
+
 @pytest.mark.parametrize(
     ("name", "value", "settings", "part"),
     [

@@ -158,7 +158,7 @@ def test_a_mesh_of_parallelism_config(tmp_path: Path) -> None:
     config = build_config(imported(tmp_path, {"fsdp_version": 2}, num_processes=8, parallelism_config=sizes))
     assert (config.sharding.zero_stage, config.sharding.replicate) == (3, 2)
     wrong = imported(tmp_path, {"fsdp_version": 2}, num_processes=4, parallelism_config=sizes)
-    assert "2 copies x 4 shards are not 4 processes" in "".join(one.text for one in wrong.of_kind("refused"))
+    assert "2 copies x 4 shards = 8 are not 4 processes" in "".join(one.text for one in wrong.of_kind("refused"))
     short = imported(tmp_path, {"fsdp_version": 2}, parallelism_config={"dp_shard_size": 2})
     assert "parallelism_config_dp_shard_size" in verdict(short, "parallelism_config.dp_shard_size").text
 

@@ -182,7 +182,6 @@ def test_hpz_quantised_communication_and_the_checkpointing_section(tmp_path: Pat
     assert {name.rsplit(".")[-1] for name in refused(found)} == {
         "zero_quantized_weights",
         "zero_quantized_gradients",
-        "partition_activations",
     }
     assert "cut to 15099494" in verdict(found, "zero_optimization.stage3_prefetch_bucket_size").text
     config = write_import(found, tmp_path / "out", allow=True)

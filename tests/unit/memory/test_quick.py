@@ -247,6 +247,8 @@ def test_command_text_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture
     assert re.search(r"a step: \d+\.\d\d s predicted, [\d,]+ tokens/s a GPU, limited by \w+", text)
     text = run(capsys, command(config, "--gpus=2x4090", f"--picture={tmp_path / 'm.png'}"))
     assert "does not fit" in text and (tmp_path / "m.png").stat().st_size > 10_000
+    text = run(capsys, command(config, "--gpus=8xH100", "--host-ram=16GiB"))
+    assert re.search(r"RAM of one machine: does not fit: [\d.]+ GiB needed by its 8 ranks of 16.0 GiB", text)
 
 
 def test_command_refuses_an_allocator_in_closed_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

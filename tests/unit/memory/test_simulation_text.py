@@ -6,6 +6,7 @@ import dataclasses
 
 from fsdp_trainer.config import Config
 from fsdp_trainer.memory.simulation import Simulation
+from fsdp_trainer.memory.simulation_text import check_host
 
 MIB, GIB = 2**20, 2**30
 FOUND = Simulation(
@@ -45,3 +46,14 @@ def test_printing_a_simulation_says_what_the_command_says() -> None:
 def test_a_small_model_is_told_in_small_units() -> None:
     small = dataclasses.replace(FOUND, allocated=80 * MIB, breakdown={"parameters": 60 * MIB, "activations": 20 * MIB})
     assert "60.0 MiB" in str(small) and "0.00" not in str(small)
+
+
+def test_the_ram_of_a_machine_is_what_all_its_ranks_hold() -> None:
+    result = FOUND.to_json()
+    enough, line = check_host(result, 24 * GIB, ranks=8, on_cpu=False)
+    assert enough["fits"] and line == "RAM of one machine: fits: 24.0 GiB needed by its 8 ranks of 24.0 GiB"
+    short, line = check_host(result, 23 * GIB, ranks=8, on_cpu=False)
+    assert not short["fits"] and "does not fit" in line
+    assert check_host(result, GIB, ranks=2, on_cpu=True)[0]["host_needed_gib"] == 35.0, "tensors and all"
+    by_phase = result | {"host_node_gib": {"load": 7.0, "train": 9.0}}
+    assert check_host(by_phase, GIB, ranks=8, on_cpu=False)[0]["host_needed_gib"] == 9.0
