@@ -252,6 +252,8 @@ def _unlisted(key: Key, table: Table, tool: str, off: set[str]) -> Value:
     above = next((name for name in _parents(key.name) if name in table.entries and name not in table.sections), None)
     if above is not None:
         return _inside_value(key, above, table.entries[above])
+    if key.value is None:
+        return _decided(key, "not needed", f"{tool} has no such key, and null asks for nothing")
     if leaf.lower().startswith(_REMARKS):
         return _decided(key, "not needed", "a remark, which nothing reads")
     near = find_near(key.name, table)

@@ -343,6 +343,18 @@ def test_evaluation_falls_back_to_logging_steps(tmp_path: Path) -> None:
     assert build_config(arguments(tmp_path, given)).eval.every_steps == 7
 
 
+def test_what_an_older_transformers_wrote_is_read(tmp_path: Path) -> None:
+    """`to_json_string()` writes every field, those that are gone now among them."""
+    gone = {"use_ipex": False, "tpu_metrics_debug": False, "past_index": -1, "use_legacy_prediction_loop": False}
+    gone |= {"mp_parameters": "", "torchdynamo": None, "ray_scope": "last", "sharded_ddp": [], "xpu_backend": None}
+    gone |= {"dispatch_batches": None, "split_batches": None, "some_later_field": None}
+    trl = {"dataset_text_field": "text", "packing_strategy": "bfd", "dataset_num_proc": 8, "completion_only_loss": None}
+    fsdp = {"min_num_params": 0, "xla": False, "xla_fsdp_v2": False, "xla_fsdp_grad_ckpt": False}
+    found = arguments(tmp_path, {**gone, **trl, "fsdp": ["full_shard", "auto_wrap"], "fsdp_config": fsdp})
+    assert not refused(found)
+    assert "mp_parameters" in refused(arguments(tmp_path, {"mp_parameters": "partitions=2"}))
+
+
 def test_nothing_promises_the_share_of_the_peak(tmp_path: Path) -> None:
     content = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
     found = deepspeed(tmp_path, content | {"flops_profiler": {"enabled": True}})
