@@ -27,6 +27,7 @@ from fsdp_trainer.conversions import ExportGroup, architecture_of, plan_export, 
 from fsdp_trainer.custom_code import local_auto_map, write_custom_code
 from fsdp_trainer.errors import CheckpointError
 from fsdp_trainer.export_folder import make_empty, replace_folder, unfinished
+from fsdp_trainer.loading import QUANTIZATION
 from fsdp_trainer.model import names_in_fp32
 from fsdp_trainer.model_card import CARD
 from fsdp_trainer.optim.masters import trained_weights
@@ -229,9 +230,12 @@ def _whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def exported_config(hf_config: Any, model: nn.Module, dtype: torch.dtype) -> Any:
-    """Return the source's config with dtype, architectures and tie as they are in the weights."""
+    """Return the source's config with dtype, architectures and tie as they are in the weights, which are plain."""
     config = copy.deepcopy(hf_config)
     config.dtype = dtype
+    for name in QUANTIZATION:  # what is written is plain, and whoever believed the flag would unpack it
+        if hasattr(config, name):
+            delattr(config, name)
     config.architectures = [architecture_of(model).__name__]
     if getattr(config, "auto_map", None):
         # A class of Transformers itself needs no code beside it, and none is there.

@@ -8,7 +8,8 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
-from fsdp_trainer.agreement import run_on_all
+from fsdp_trainer.agreement import is_main, run_on_all
 from fsdp_trainer.conversions import loading_conversions
 from fsdp_trainer.custom_code import building_arguments
 from fsdp_trainer.errors import CheckpointError
 from fsdp_trainer.export_checksums import refuse_damaged_weights
 from fsdp_trainer.model import named_weights
 from fsdp_trainer.pieces import Cut, Joined, Piece, Stacked, Transposed
+from fsdp_trainer.progress import log_line
 from fsdp_trainer.weight_files import BLOCK_BYTES, FLOATING, Ranges, StoredTensor, find_folder, open_weights
 
 _PLACE_ON_MACHINE = (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))  # torchrun's words
@@ -44,7 +46,8 @@ def load_weights(
     """
     targets = named_weights(model) if targets is None else targets
     run_on_all(lambda: _verify(find_folder(path, revision=revision)))
-    run_on_all(lambda: _load(model, find_folder(path, revision=revision), targets))
+    for note in run_on_all(lambda: _load(model, find_folder(path, revision=revision), targets)):
+        log_line(note, is_main=is_main())
 
 
 def _verify(folder: Path) -> None:
@@ -55,7 +58,7 @@ def _verify(folder: Path) -> None:
 
 
 @torch.no_grad()
-def _load(model: Any, folder: Path, targets: Mapping[str, torch.Tensor]) -> None:
+def _load(model: Any, folder: Path, targets: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
     plan = plan_loading(model, folder)
     for name, target in targets.items():
         local, ranges = local_part(target)
@@ -63,6 +66,7 @@ def _load(model: Any, folder: Path, targets: Mapping[str, torch.Tensor]) -> None
             plan.pieces[name].copy_into(local, ranges)
     for first, (second, piece) in plan.ties.items():
         _check_tie(targets[first], piece, names=(first, second), folder=folder)
+    return plan.notes
 
 
 def initialize_randomly(
@@ -98,10 +102,39 @@ def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, Ranges]:
 
 @dataclass(frozen=True)
 class LoadingPlan:
-    """What every tensor of the model is made of, and the second copies of tied ones: first name -> (second, piece)."""
+    """What every tensor of the model is made of, and the second copies of tied ones: first name -> (second, piece).
+
+    `notes` say what was done to make the files fit.
+    """
 
     pieces: Mapping[str, Piece]
     ties: Mapping[str, tuple[str, Piece]]
+    notes: tuple[str, ...] = ()
+
+
+# What torch.compile, activation checkpointing and FSDP1 put into a name, and DDP and DeepSpeed before it.
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_fpw_module"}
+_BEFORE = {"module"}
+
+
+# Where a config says how its weights are quantised.
+QUANTIZATION = ("quantization_config", "compression_config")
+
+
+def quantization_of(hf_config: Any) -> str:
+    """Return the method by which a config says that its weights are quantised, or "" where it says nothing."""
+    for said in filter(None, (getattr(hf_config, name, None) for name in QUANTIZATION)):
+        held = said if isinstance(said, dict) else vars(said)
+        return str(held.get("quant_method") or "of no named method")
+    return ""
+
+
+def plain_name(name: str) -> str:
+    """Return a stored name without what wrappers of other trainers have put into it."""
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    while len(parts) > 1 and parts[0] in _BEFORE:
+        parts = parts[1:]
+    return ".".join(parts)
 
 
 @dataclass
@@ -118,13 +151,33 @@ class _Sources:
 
 def plan_loading(model: Any, folder: Path) -> LoadingPlan:
     """Return how the tensors of `model` are made of those in `folder`; CheckpointError by name where they cannot be."""
+    stored = open_weights(folder)
+    plain = {plain_name(name): replace(tensor, name=plain_name(name)) for name, tensor in stored.items()}
+    notes = [_stale_quantization(model, folder)] if quantization_of(model.config) else []
+    if plain.keys() != stored.keys() and len(plain) == len(stored):
+        wrapped = [name for name in stored if name not in plain]
+        try:
+            made = _plan(model, plain, folder)
+        except CheckpointError as error:
+            with suppress(CheckpointError):
+                return replace(_plan(model, stored, folder), notes=tuple(notes))  # a model that has such names itself
+            raise error
+        notes.append(
+            f"{folder}: {len(wrapped)} of {len(stored)} names carry what another trainer wrapped the model in "
+            f"({wrapped[0]}): read as {plain_name(wrapped[0])}"
+        )
+        return replace(made, notes=tuple(notes))
+    return replace(_plan(model, stored, folder), notes=tuple(notes))
+
+
+def _plan(model: Any, stored: Mapping[str, StoredTensor], folder: Path) -> LoadingPlan:
     targets = named_weights(model)
     aliases = _aliases(model, targets)
     shapes = {name: tuple(tensor.shape) for name, tensor in targets.items()}
     shapes |= {alias: shapes[first] for alias, first in aliases.items()}
     pieces: dict[str, Piece] = {}
     unexpected: list[str] = []
-    for name, sources in _group_by_target(model, open_weights(folder), known=shapes).items():
+    for name, sources in _group_by_target(model, stored, known=shapes).items():
         if name in targets and targets[name].is_floating_point():
             _check_floating(sources, folder)
         made = _convert(name, sources, shapes, folder)
@@ -250,6 +303,13 @@ def _not_known(operation: str, name: str, keys: Sequence[str], folder: Path) -> 
     )
 
 
+def _stale_quantization(model: Any, folder: Path) -> str:
+    return (
+        f"{folder}: config.json says quantization_config ({quantization_of(model.config)}), and the weights are plain: "
+        "they train as they are, and the export is without it"
+    )
+
+
 def _check_floating(sources: _Sources, folder: Path) -> None:
     for tensor in (tensor for tensors in sources.found.values() for tensor in tensors):
         if tensor.dtype not in FLOATING:
@@ -267,13 +327,14 @@ def _check_names(model: Any, folder: Path, *, missing: Sequence[str], unexpected
     if not missing and not unexpected:
         return
     head = getattr(model.get_output_embeddings(), "weight", None)
-    lacks_head = any(parameter is head and name in missing for name, parameter in model.named_parameters())
+    lacks_head = any(parameter is head and [name] == list(missing) for name, parameter in model.named_parameters())
+    fix = "use the unquantised model: full fine-tuning moves every weight" if quantization_of(model.config) else _CLEAN
     raise _refusal(
         "The weights do not belong to this model.",
         f"{folder}: missing {list(missing[:5])} ({len(missing)}), unexpected {unexpected[:5]} ({len(unexpected)})",
         "the files hold no output head and config.json unties it: set tie_word_embeddings: true only where that is so"
-        if lacks_head
-        else _CLEAN,
+        if lacks_head and not unexpected
+        else fix,
     )
 
 

@@ -321,6 +321,78 @@ def test_l_quantised_tensors_are_refused(model_folder: Folder, tmp_path: Path) -
     refused(folder, tmp_path, "quantised", name)
 
 
+def load_and_export(settings: dict[str, Any], folder: str) -> tuple[Tensors, list[str], dict[str, Any]]:
+    """Return the weights, what loading said of the folder, and the config of its export."""
+    from fsdp_trainer.export import export_model
+    from fsdp_trainer.loading import plan_loading
+
+    run = step_runs.build(settings)
+    export_model(Path(folder), model=run.model, hf_config=run.hf_config, dtype="fp32")
+    notes = list(plan_loading(run.model, Path(settings["model"]["path"])).notes)
+    return step_runs.parameters(run), notes, json.loads((Path(folder) / "config.json").read_text())
+
+
+_LAYER = "model.layers.1."
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda name: f"_orig_mod.{name}",
+        lambda name: f"module.{name}",
+        lambda name: f"module._orig_mod.{name}",
+        lambda name: f"module.module.{name}",
+        lambda name: name.replace(_LAYER, f"{_LAYER}_orig_mod._checkpoint_wrapped_module."),
+        lambda name: "_fsdp_wrapped_module." + name.replace(_LAYER, f"{_LAYER}_fsdp_wrapped_module."),
+    ],
+    ids=["compiled", "ddp", "compiled-ddp", "engine", "checkpointed-layer", "fsdp1"],
+)
+@pytest.mark.parametrize("kind", ["llama", "llama_tied"])
+def test_40_names_of_other_trainers_wrappers_are_read(
+    kind: str, wrapped: Callable[[str], str], model_folder: Folder, tmp_path: Path
+) -> None:
+    """What a save below a wrapper leaves: refused before, with the advice to tie the embeddings."""
+    folder = copy_of(model_folder(kind), tmp_path / "model")
+    rewrite(folder, lambda tensors: {wrapped(name): tensor for name, tensor in tensors.items()})
+    expected = run_plainly(plain, model_folder(kind))[0]
+    for rank, (weights, notes, _) in enumerate(
+        run_on_kept_ranks(load_and_export, 2, settings_for(str(folder), tmp_path), str(tmp_path / "out"))
+    ):
+        assert all(tensor.equal(expected[name]) for name, tensor in weights.items()), rank
+        assert len(notes) == 1 and "another trainer wrapped" in notes[0]
+
+
+def test_40_wrapped_names_that_do_not_fit_are_refused_for_what_is_wrong(model_folder: Folder, tmp_path: Path) -> None:
+    folder = copy_of(model_folder("llama"), tmp_path / "model")
+    missing = "model.layers.2.mlp.up_proj.weight"
+    rewrite(folder, lambda tensors: {f"module.{name}": value for name, value in tensors.items() if name != missing})
+    with pytest.raises(CheckpointError) as caught:
+        run_on_kept_ranks(loaded, 2, settings_for(str(folder), tmp_path))
+    assert f"missing ['{missing}'] (1), unexpected [] (0)" in str(caught.value)
+    assert "tie_word_embeddings" not in str(caught.value)
+
+
+def test_in16_plain_weights_that_are_said_to_be_quantised(model_folder: Folder, tmp_path: Path) -> None:
+    """They train, it is said, and the export says what it holds."""
+    said = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+    folder = copy_of(model_folder("llama"), tmp_path / "model", quantization_config=said)
+    for _, notes, exported in run_on_kept_ranks(
+        load_and_export, 2, settings_for(str(folder), tmp_path), str(tmp_path / "out")
+    ):
+        assert "quantization_config" not in exported
+        assert len(notes) == 1 and "fp8" in notes[0]
+
+
+def test_a_quantised_folder_of_other_names_is_not_taken_for_another_model(model_folder: Folder, tmp_path: Path) -> None:
+    folder = copy_of(model_folder("llama"), tmp_path / "model", quantization_config={"quant_method": "gptq", "bits": 4})
+
+    def pack(tensors: Tensors) -> Tensors:
+        return {name.replace("up_proj.weight", "up_proj.qweight"): tensor for name, tensor in tensors.items()}
+
+    rewrite(folder, pack)
+    refused(folder, tmp_path, "qweight", "use the unquantised model")
+
+
 def test_l_remote_code_is_not_run(model_folder: Folder, tmp_path: Path) -> None:
     """A config that brings its own code is refused by name where nobody asked for that code."""
     auto_map = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.Mine"}
