@@ -72,6 +72,11 @@ def gather_from_all(action: Callable[[], Result], *, process_group: dist.Process
     return [result for result, _ in found]
 
 
+def is_broken_collective(error: BaseException) -> bool:
+    """Return whether an error is how torch says that another rank did not take part; gloo has no class of its own."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+
+
 def _heard(error: FsdpTrainerError) -> FsdpTrainerError:
     error.heard = True
     return error

@@ -23,11 +23,19 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
-from fsdp_trainer.agreement import all_true, gather_from_all, is_main, run_on_all, run_on_main
-from fsdp_trainer.checkpoint_copy import HostCopy, HostMemory, plan_copy
-from fsdp_trainer.checkpoint_folder import checkpoint_path, make_empty, prune, publish
+from fsdp_trainer.agreement import (
+    all_true,
+    gather_from_all,
+    is_broken_collective,
+    is_main,
+    run_on_all,
+    run_on_main,
+)
+from fsdp_trainer.checkpoint_copy import HostCopy, HostMemory, local_part, plan_copy
+from fsdp_trainer.checkpoint_folder import TRIAL, checkpoint_path, make_empty, prune, publish, published
 from fsdp_trainer.checkpoint_layouts import describe_regrouping, regroup_moments, scales_of_other_layouts
 from fsdp_trainer.checkpoint_manifest import FORMAT, Best, Progress, read_state
+from fsdp_trainer.checkpoint_pace import waiting_for
 from fsdp_trainer.checkpoint_rng import derive_rng, restore_rng, rng_tensors
 from fsdp_trainer.checkpoint_search import refuse_damage
 from fsdp_trainer.checkpoint_table import TableReader, read_table
@@ -35,6 +43,7 @@ from fsdp_trainer.checkpoint_writer import CheckpointWriter
 from fsdp_trainer.errors import CheckpointError, DistributedError
 from fsdp_trainer.model import named_weights
 from fsdp_trainer.optim.masters import MASTER, send_masters, trained_weights
+from fsdp_trainer.run_folder import how_to_go_on
 
 _ENTRY_BYTES = 2048  # of torch.save's archive and the table of contents, per tensor
 _RNG_RULE = "rng.<rank>.*, restored at the same world size; else derived from (seed, step, rank)"
@@ -159,6 +168,19 @@ def _write(
     process_group: dist.ProcessGroup | None,
 ) -> None:
     temporary = target.with_name(f".{target.name}.tmp")
+    size = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+    with waiting_for(f"The save of {target}", size, process_group=process_group):
+        _write_together(tensors, temporary, target=target, state=state, process_group=process_group)
+
+
+def _write_together(
+    tensors: dict[str, torch.Tensor],
+    temporary: Path,
+    *,
+    target: Path,
+    state: dict[str, Any],
+    process_group: dist.ProcessGroup | None,
+) -> None:
     try:
         run_on_main(lambda: make_empty(temporary), process_group=process_group)
         writer = CheckpointWriter(temporary)
@@ -167,6 +189,8 @@ def _write(
         files = {name: file for part in parts for name, file in part.items()}
         run_on_main(lambda: publish(temporary, target, state, files), process_group=process_group)
     except (Exception, CheckpointException) as error:  # the latter is a BaseException
+        if is_broken_collective(error):
+            raise  # a rank is not there: nothing can be agreed any more
         # Every rank is here and writes no more: DCP and `run_on_main` tell all of them what any of them failed at. Only
         # one without memory may be alone, and the others in a collective: the next start removes what is left then.
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "t allocate memory" not in str(error):
@@ -175,11 +199,58 @@ def _write(
 
 
 def _explain_failed_save(error: BaseException, target: Path) -> CheckpointError:
+    output_dir = target.parent.parent
+    before = "the ones before it are as they were" if published(output_dir) else "there is none before it"
     return CheckpointError(
-        "The checkpoint could not be written; the ones before it are as they were.",
+        f"The checkpoint could not be written; {before}.",
         values=f"{target}: {_failures(error)}",
-        fix="make room or give write access in output_dir, then start again: the run goes on from its last checkpoint",
+        fix=f"make room or give write access in output_dir; {how_to_go_on(output_dir)}",
     )
+
+
+def try_saving(
+    output_dir: Path,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: Any,
+    device: torch.device,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Send one small parameter, its optimizer state and the random states through the writer and back, and remove it.
+
+    Collective. CheckpointError on every rank where what a save does cannot be done there, or what is read is not what
+    was written. Nothing of the run is changed.
+    """
+    trained = {name: p for name, p in named_weights(model).items() if isinstance(p, nn.Parameter) and p.requires_grad}
+    smallest = min(trained, key=lambda name: trained[name].numel())
+    tensors = training_tensors(model, optimizer, only=smallest) | rng_tensors(device)
+    target = checkpoint_path(output_dir, 0).with_name(TRIAL)
+    state = _describe_run(optimizer, scaler, Progress(), {}) | {"best": None}
+    _write(tensors, target=target, state=state, process_group=process_group)
+    try:
+        _compare_with_file(tensors, target, process_group)
+    finally:
+        run_on_main(lambda: shutil.rmtree(target, ignore_errors=True), process_group=process_group)
+
+
+def _compare_with_file(
+    tensors: Mapping[str, torch.Tensor], target: Path, process_group: dist.ProcessGroup | None
+) -> None:
+    read = {name: torch.zeros_like(tensor, requires_grad=False) for name, tensor in tensors.items()}
+    sizes = run_on_main(lambda: _sizes(read_state(target)), process_group=process_group)
+    _read(target, read, sizes, process_group)
+
+    def compare() -> None:
+        for name, tensor in tensors.items():
+            one, other = (local_part(t.detach()).reshape(-1).view(torch.uint8) for t in (tensor, read[name]))
+            if not torch.equal(one, other):
+                raise OSError(f"{name} in {target} is read other than it was written")
+
+    try:
+        run_on_all(compare, process_group=process_group)
+    except (OSError, DistributedError) as error:
+        raise _explain_failed_save(error, target) from error
 
 
 def _failures(error: BaseException) -> str:
@@ -191,21 +262,28 @@ def _failures(error: BaseException) -> str:
 # What a checkpoint holds
 
 
-def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def training_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, only: str | None = None
+) -> dict[str, torch.Tensor]:
     """Return the live tensors of model and optimizer by name: `model.<name>`, `optim.<name>.<state>`.
+
+    With `only` they are those of one weight.
 
     A weight is its master where there is one: a run may be offloaded before a resume and not after it.
     A trainable parameter that was never stepped has the state AdamW would start from. Found by identity, without the
     dummy step that torch's `get_optimizer_state_dict` takes, which leaves the bias correction one step ahead.
     """
     named = named_weights(model)
-    tensors = {f"model.{name}": tensor for name, tensor in trained_weights(model, optimizer).items()}
+    weights = trained_weights(model, optimizer).items()
+    tensors = {f"model.{name}": tensor for name, tensor in weights if only in (None, name)}
     names = {id(tensor): name for name, tensor in named.items()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad:
                 name = names.get(id(parameter))
                 assert name is not None, "the optimizer steps a tensor that is no parameter of the model"
+                if only not in (None, name):
+                    continue
                 for key, value in _optimizer_state(optimizer, parameter, group).items():
                     tensors[f"optim.{name}.{key}"] = value
     return tensors
@@ -338,7 +416,8 @@ def _read(
     path: Path, tensors: dict[str, torch.Tensor], sizes: Mapping[str, int], process_group: dist.ProcessGroup | None
 ) -> None:
     try:
-        load_sharded(tensors, storage_reader=TableReader(path, sizes), process_group=process_group)
+        with waiting_for(f"Reading {path}", sum(sizes.values()), process_group=process_group):
+            load_sharded(tensors, storage_reader=TableReader(path, sizes), process_group=process_group)
     except CheckpointException as error:
         raise CheckpointError(
             "The checkpoint cannot be read.",

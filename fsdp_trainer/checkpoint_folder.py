@@ -13,8 +13,10 @@ from typing import Any
 
 from fsdp_trainer.checkpoint_manifest import Best, describe_file, find_damage, read_state, write_state
 from fsdp_trainer.errors import CheckpointError
+from fsdp_trainer.run_folder import CHECKPOINTS
 
-CHECKPOINTS_FOLDER = "checkpoints"
+CHECKPOINTS_FOLDER = CHECKPOINTS
+TRIAL = "step-trial"  # no checkpoint's name: what is written before the first step, and removed again
 _NAME = re.compile(r"step-(\d{8})")
 
 
@@ -128,7 +130,7 @@ def _delete(path: Path) -> None:
 def remove_leftovers(output_dir: Path) -> list[Path]:
     """Remove what killed saves and deletions left and return it. For rank 0 alone, before the first save."""
     folder = Path(output_dir) / CHECKPOINTS_FOLDER
-    found = [*folder.glob(".step-*.tmp"), *folder.glob(".step-*.deleting")]
+    found = [*folder.glob(".step-*.tmp"), *folder.glob(".step-*.deleting"), *folder.glob(TRIAL)]
     for path in found:
         shutil.rmtree(path)
     return found

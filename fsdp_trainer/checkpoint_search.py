@@ -13,6 +13,7 @@ import torch.distributed as dist
 from fsdp_trainer.agreement import gather_from_all, is_main, run_on_main
 from fsdp_trainer.checkpoint_folder import published
 from fsdp_trainer.checkpoint_manifest import find_changed_bytes, find_damage, read_state, share_files
+from fsdp_trainer.checkpoint_pace import waiting_for
 from fsdp_trainer.checkpoint_table import read_table
 from fsdp_trainer.errors import CheckpointError
 
@@ -78,7 +79,8 @@ def find_damage_on_all(path: Path, *, process_group: dist.ProcessGroup | None = 
         (dist.get_rank(process_group), dist.get_world_size(process_group)) if dist.is_initialized() else (0, 1)
     )
     mine = share_files(files, rank=rank, world_size=world_size)
-    found = gather_from_all(lambda: find_changed_bytes(path, files, mine), process_group=process_group)
+    with waiting_for(f"Verifying {path}", sum(file["bytes"] for file in files.values()), process_group=process_group):
+        found = gather_from_all(lambda: find_changed_bytes(path, files, mine), process_group=process_group)
     if (damage := next(filter(None, found), None)) is not None:
         return damage
     return run_on_main(lambda: _find_table_damage(path, files), process_group=process_group)

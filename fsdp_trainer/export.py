@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from fsdp_trainer.agreement import is_main, run_on_main
 from fsdp_trainer.checkpoint_folder import sync
+from fsdp_trainer.checkpoint_pace import waiting_for
 from fsdp_trainer.conversions import ExportGroup, architecture_of, plan_export, to_checkpoint
 from fsdp_trainer.custom_code import local_auto_map, write_custom_code
 from fsdp_trainer.errors import CheckpointError
@@ -31,6 +33,7 @@ from fsdp_trainer.loading import QUANTIZATION
 from fsdp_trainer.model import names_in_fp32
 from fsdp_trainer.model_card import CARD
 from fsdp_trainer.optim.masters import trained_weights
+from fsdp_trainer.run_folder import how_to_go_on
 from fsdp_trainer.weight_files import INDEX, SAFETENSORS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -75,12 +78,13 @@ def export_model(
     weights = exported_weights(model, optimizer)
     dtypes = exported_dtypes(model, weights, target_dtype)
     plan = plan_files(plan_export(model, weights, dtypes), max_bytes=max_file_bytes)
-    part = unfinished(folder)
+    part, size = unfinished(folder), total_bytes(plan)
     _on_main(lambda: make_empty(part), folder, process_group)
     for file, groups in plan.items():
         kept = [gather_weights(weights, group.names, dtypes=dtypes, keep=is_main(process_group)) for group in groups]
-        _on_main(lambda file=file, kept=kept: write_file(part / file, converted(model, kept)), folder, process_group)
-        del kept
+        write = partial(_write_gathered, part / file, model, kept)
+        _on_main(write, folder, process_group, size=total_bytes({file: groups}))
+        del kept, write
     config = exported_config(hf_config, model, target_dtype)
     generation_config = generation_config or getattr(model, "generation_config", None)
 
@@ -90,13 +94,48 @@ def export_model(
         write_own_code(part, model)
         replace_folder(folder, part)
 
-    _on_main(finish, folder, process_group)
-    return ExportedModel(folder, target_dtype, tuple(plan), total_bytes(plan))
+    _on_main(finish, folder, process_group, size=size)
+    return ExportedModel(folder, target_dtype, tuple(plan), size)
 
 
-def _on_main(action: Callable[[], None], folder: Path, process_group: dist.ProcessGroup | None) -> None:
-    """Run `action` on rank 0; a failure of disk or library becomes one CheckpointError on every rank."""
-    run_on_main(lambda: guarded(action, folder), process_group=process_group)
+def _write_gathered(path: Path, model: nn.Module, gathered: list[dict[str, torch.Tensor]]) -> None:
+    write_file(path, converted(model, gathered))
+
+
+def _on_main(
+    action: Callable[[], None], folder: Path, process_group: dist.ProcessGroup | None, *, size: int = 0
+) -> None:
+    """Run `action` on rank 0, which moves `size` bytes; a failure of disk or library is a CheckpointError on all."""
+    with waiting_for(f"The export to {folder}", size, process_group=process_group):
+        run_on_main(lambda: guarded(action, folder), process_group=process_group)
+
+
+def try_writing(
+    folder: Path,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    dtype: str,
+    hf_config: Any,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Send the smallest tensors of the export to `folder` through what writes and reads its files, and remove them.
+
+    Collective; CheckpointError on every rank where that fails. Neither the run nor an earlier folder is changed.
+    """
+    weights = exported_weights(model, optimizer)
+    dtypes = exported_dtypes(model, weights, resolve_dtype(dtype, hf_config, model))
+    groups = plan_export(model, weights, dtypes)
+    smallest = min(groups, key=lambda group: sum(tensor.nbytes for tensor in group.written.values()))
+    kept = [gather_weights(weights, smallest.names, dtypes=dtypes, keep=is_main(process_group))]
+    part = unfinished(folder)
+
+    def write() -> None:
+        make_empty(part)
+        write_file(part / SAFETENSORS, converted(model, kept))
+        shutil.rmtree(part)
+
+    _on_main(write, folder, process_group)
 
 
 def guarded(action: Callable[[], None], folder: Path) -> None:
@@ -108,7 +147,7 @@ def guarded(action: Callable[[], None], folder: Path) -> None:
         raise CheckpointError(
             "The trained model could not be written; an earlier folder is as it was.",
             values=f"{folder}: {type(error).__name__}: {error}",
-            fix="make room or give write access there, then start again: only the export is done again",
+            fix=f"make room or give write access there; {how_to_go_on(folder.parent)}",
         ) from error
 
 

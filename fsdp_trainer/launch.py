@@ -32,7 +32,7 @@ from fsdp_trainer.memory.hardware import CPU_RANKS
 from fsdp_trainer.memory.machine import count_kills
 from fsdp_trainer.output_log import OUTPUT, describe_parent, follow_lines
 from fsdp_trainer.progress import log_error
-from fsdp_trainer.run_folder import STATUS, check_writable, writing
+from fsdp_trainer.run_folder import STATUS, check_writable, how_to_go_on, writing
 from fsdp_trainer.run_lock import refuse_held_folder
 from fsdp_trainer.units import format_number
 
@@ -207,7 +207,7 @@ def launch(
     # The agent's code is that of the rank that failed first; which one knows the cause stands in the run folder.
     written, message = read_status(status) if _modified(status) != before else (None, "")
     if not message and code > 128 and stopped_by is None:
-        message = _describe_death(code - 128)
+        message = _describe_death(code - 128, Path(config.output_dir))
     if stopped_by is None and count_kills() > kills and (written or code) in KILLED:
         written = _record_kill(config, processes=processes, machines=count)
     if written == OutOfMemory.exit_code and (page := _finish_page(config, typed)):
@@ -237,14 +237,13 @@ def _finish_page(config: Config, typed: Sequence[str]) -> list[str]:
     return [] if found is None else format_out_of_memory(found).splitlines()
 
 
-def _describe_death(number: int) -> str:
+def _describe_death(number: int, output_dir: Path) -> str:
     """Say what is known of a process that had no time to say it: a rank that is alone, or the agent itself."""
     name = next((known.name for known in signal.Signals if known == number), f"signal {number}")
     error = DistributedError(
         "A process of the run was killed.",
         values=f"it ended with {name}",
-        fix="look in the system's log: a SIGKILL is mostly the machine out of memory; the same command goes on from "
-        "the last checkpoint",
+        fix=f"look in the system's log: a SIGKILL is mostly the machine out of memory; {how_to_go_on(output_dir)}",
     )
     return str(error)
 

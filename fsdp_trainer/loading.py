@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
 from fsdp_trainer.agreement import is_main, run_on_all
+from fsdp_trainer.checkpoint_pace import waiting_for
 from fsdp_trainer.conversions import loading_conversions
 from fsdp_trainer.custom_code import building_arguments
 from fsdp_trainer.errors import CheckpointError
@@ -45,8 +46,11 @@ def load_weights(
     ours that is not as it was written, before a value of it is used.
     """
     targets = named_weights(model) if targets is None else targets
-    run_on_all(lambda: _verify(find_folder(path, revision=revision)))
-    for note in run_on_all(lambda: _load(model, find_folder(path, revision=revision), targets)):
+    size = sum(target.numel() * target.itemsize for target in targets.values())
+    with waiting_for(f"Loading {path}", size):
+        run_on_all(lambda: _verify(find_folder(path, revision=revision)))
+        notes = run_on_all(lambda: _load(model, find_folder(path, revision=revision), targets))
+    for note in notes:
         log_line(note, is_main=is_main())
 
 

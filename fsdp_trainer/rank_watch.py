@@ -18,14 +18,14 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
+from fsdp_trainer.agreement import is_broken_collective
 from fsdp_trainer.errors import DistributedError, OutputError
 from fsdp_trainer.launch_agent import tell_agent
 from fsdp_trainer.progress import log_error
-from fsdp_trainer.run_folder import STATUS, write_status
+from fsdp_trainer.run_folder import STATUS, how_to_go_on, write_status
 from fsdp_trainer.runtime import Runtime
 
-_FIX = "look for its own message or an out-of-memory kill in the system's log; the same command goes on from the last "
-_FIX += "checkpoint"
+_FIX = "look for its own message or an out-of-memory kill in the system's log"
 
 # A rank that hangs in a collective does not notice that another has failed, and torch's agent gives it 30 s.
 SECONDS_AFTER_A_FAILURE = 10.0
@@ -124,10 +124,13 @@ class RankWatch:
             behind = [rank for rank, step in steps.items() if step == min(steps.values())]
             where = "; every rank is alive" if len(behind) == len(steps) else f"; last in step: {_ranks(behind)}"
             return DistributedError(
-                "The ranks lost touch.", values=f"after step {self.step}: {first_line}{where}", fix=_FIX
+                "The ranks lost touch.", values=f"after step {self.step}: {first_line}{where}", fix=self._fix()
             )
         self._end_silent(lost)
-        return _lost_error(lost, detail=f"after step {self.step}: {first_line}")
+        return _lost_error(lost, detail=f"after step {self.step}: {first_line}", fix=self._fix())
+
+    def _fix(self) -> str:
+        return f"{_FIX}; {how_to_go_on(self._output_dir)}"
 
     def _talk(self) -> None:
         with suppress(RuntimeError):  # the store went with the process that held it; `_watch` sees its silence
@@ -189,7 +192,7 @@ class RankWatch:
         return lost
 
     def _give_up(self, lost: dict[int, str], *, has_said_why: bool) -> None:
-        error = _lost_error(lost, detail=f"after step {self.step}")
+        error = _lost_error(lost, detail=f"after step {self.step}", fix=self._fix())
         log_error(f"[rank {self._rank}] error: {error}")
         tell_agent(str(error), secondary=True)
         step, state = self.step, "running"
@@ -255,16 +258,11 @@ def watch_ranks(runtime: Runtime, *, timeout_minutes: float, output_dir: Path) -
         watch.close(together=together)
 
 
-def is_broken_collective(error: BaseException) -> bool:
-    """Return whether an error is how torch says that another rank did not take part; gloo has no class of its own."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
-
-
-def _lost_error(lost: dict[int, str], *, detail: str) -> DistributedError:
+def _lost_error(lost: dict[int, str], *, detail: str, fix: str) -> DistributedError:
     reasons = [f"{f'rank {rank}' if rank >= 0 else 'the launcher'} {reason}" for rank, reason in sorted(lost.items())]
     more = f"; {len(reasons) - 8} more" if len(reasons) > 8 else ""
     what = "A rank is lost." if len(lost) == 1 else f"{len(lost)} ranks are lost."
-    return DistributedError(what, values=f"{'; '.join(reasons[:8])}{more}; {detail}", fix=_FIX)
+    return DistributedError(what, values=f"{'; '.join(reasons[:8])}{more}; {detail}", fix=fix)
 
 
 def _describe_process(peer: _Peer) -> str:

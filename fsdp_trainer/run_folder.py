@@ -16,6 +16,7 @@ from typing import Any
 from fsdp_trainer.errors import OutputError
 
 METRICS, STATUS, SETTINGS = "metrics.jsonl", "status.json", "config.yaml"
+CHECKPOINTS = "checkpoints"
 PREDICTION, DEVICES = "plan.json", "devices.json"  # what was predicted, and what it ran on
 
 
@@ -35,6 +36,14 @@ def write_text_atomically(path: Path, text: str) -> None:
         raise
 
 
+def how_to_go_on(output_dir: Path) -> str:
+    """Say what the same command will do in a run folder: no message promises a checkpoint that is not there."""
+    saved = sorted(path.name for path in (Path(output_dir) / CHECKPOINTS).glob("step-" + 8 * "[0-9]"))
+    if not saved:
+        return "no checkpoint is there yet: the same command starts anew"
+    return f"the same command goes on from the last checkpoint, {saved[-1]}"
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn an OSError while the context is open into an OutputError that names the file and what to do."""
@@ -46,11 +55,12 @@ def writing(path: Path) -> Iterator[None]:
         raise OutputError(
             "A file of the run cannot be written.",
             values=f"{named if error.filename2 or named in path.parents else path}: {error.strerror or error}",
-            fix=_FIXES.get(error.errno or 0, "set output_dir to a folder on a disk that works"),
+            fix=_FIXES.get(error.errno or 0, "set output_dir to a folder on a disk that works")
+            + f"; {how_to_go_on(path if path.is_dir() else path.parent)}",
         ) from error
 
 
-_NO_ROOM = "make room on that disk, or set output_dir on another one; the same command goes on from the last checkpoint"
+_NO_ROOM = "make room on that disk, or set output_dir on another one"
 _NO_RIGHT = "give this user the right to write there, or set another output_dir"
 _IN_THE_WAY = "move away what stands in its place, or set another output_dir"
 _FIXES = {

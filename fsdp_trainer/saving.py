@@ -7,7 +7,8 @@ published one is the last or the last but one, at most two halves back.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from fsdp_trainer.checkpoint import PendingSave, save_checkpoint
 from fsdp_trainer.checkpoint_copy import HostMemory
 from fsdp_trainer.checkpoint_folder import checkpoint_path, record_best
 from fsdp_trainer.checkpoint_manifest import Best, Progress
+from fsdp_trainer.errors import CheckpointError
 from fsdp_trainer.progress import log_line
 from fsdp_trainer.run import Run
 from fsdp_trainer.run_folder import write_status
@@ -42,6 +44,23 @@ def saves_to_come(*, step: int, total_steps: int, every_steps: int, async_save: 
     return between + (total_steps % every_steps not in due)
 
 
+@contextmanager
+def saving_failed(failed: CheckpointError | None, model: Path | None) -> Iterator[None]:
+    """Let an export to `model` (None: there is none) go on after a last save that failed, and raise that afterwards."""
+    try:
+        yield
+    except CheckpointError as error:
+        if failed is None:
+            raise
+        values = f"{failed.values}; {error.values}"
+        raise CheckpointError(
+            "Neither the last checkpoint nor the model could be written.", values=values, fix=failed.fix
+        ) from error
+    if failed is not None:
+        there = f"; the trained model is there all the same: {model}" if model is not None else ""
+        raise CheckpointError(failed.what, values=failed.values + there, fix=failed.fix) from failed
+
+
 def _steps_of_saves(*, every_steps: int, async_save: bool) -> set[int]:
     """Return after which steps of an interval one is begun, counted from its start."""
     half = (every_steps + 1) // 2
@@ -59,6 +78,7 @@ class Saver:
         process_group: dist.ProcessGroup | None,
         output_dir: Path,
         saved_step: int,
+        last_step: int | None = None,
         best: Best | None = None,
     ) -> None:
         self._run, self._facts, self._group, self._output_dir = run, facts, process_group, output_dir
@@ -74,7 +94,7 @@ class Saver:
             often = "after each step" if half == 1 else f"every {half} steps"
             fact = f"checkpoints: one begun {often} in the background, so that a kill costs at most {every}"
             log_line(fact, is_main=run.runtime.is_main)
-        self._saved_step, self._best = saved_step, best
+        self._saved_step, self._last_step, self._best = saved_step, last_step, best
 
     def save_if_due(self, progress: Progress) -> None:
         """Save after a step where one is due, see [Note: one interval]."""
@@ -84,7 +104,7 @@ class Saver:
 
     def save(self, progress: Progress) -> None:
         """Save after a step, once; in the background where the settings allow."""
-        if self._enabled and progress.step != self._saved_step:
+        if self._enabled and progress.step not in (self._saved_step, self._last_step):  # `save_end` saves that
             self._save(progress, asynchronous=self._in_background)
 
     def save_now(self, progress: Progress) -> Path | None:
@@ -95,6 +115,20 @@ class Saver:
             self._save(progress, asynchronous=False)
         self._finish()
         return checkpoint_path(self._output_dir, progress.step)
+
+    def save_end(self, progress: Progress) -> CheckpointError | None:
+        """Make sure that the end of the run is on disk; return what that failed at: the export is still to be tried."""
+        try:
+            self._finish()
+        except CheckpointError as error:  # of an earlier step: what counts now is the last
+            log_line(f"warning: {error}", is_main=self._run.runtime.is_main)
+        try:
+            self.save_now(progress)
+        except CheckpointError as error:
+            return error
+        finally:
+            self._memory.clear()
+        return None
 
     def evaluated(self, progress: Progress, loss: float) -> None:
         """Note an evaluation after a step; with `checkpoint.keep_best` the best so far is saved, and kept."""
@@ -111,16 +145,11 @@ class Saver:
             self.save(progress)
         log_line(f"best evaluation so far: {loss:.4f} at step {best.step}", is_main=self._run.runtime.is_main)
 
-    def close(self) -> None:
-        """Wait for the save in flight and give its host memory back."""
-        self._finish()
-        self._memory.clear()
-
     def poll(self) -> None:
         """Notice a background save that is done or has failed; called once a step."""
-        if self._pending is not None and self._pending.poll():
-            self._say(self._pending)
+        if (pending := self._pending) is not None and pending.poll():
             self._pending = None
+            self._say(pending)
 
     def _save(self, progress: Progress, *, asynchronous: bool) -> None:
         self._finish()
@@ -145,10 +174,14 @@ class Saver:
             self._finish()
 
     def _finish(self) -> None:
-        if self._pending is not None:
-            self._pending.wait()
-            self._say(self._pending)
-            self._pending = None
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            try:
+                pending.wait()
+            except BaseException:
+                self._saved_step = -1
+                raise
+            self._say(pending)
 
     def _say(self, saved: PendingSave) -> None:
         step = self._saved_step

@@ -34,9 +34,9 @@ from fsdp_trainer.rank_watch import RankWatch, watch_ranks
 from fsdp_trainer.rehearsal import rehearse, rehearses
 from fsdp_trainer.resume_rules import describe
 from fsdp_trainer.run import Run, build_run, check_model, start_values
-from fsdp_trainer.run_folder import append_metrics, has_evaluation, write_status
+from fsdp_trainer.run_folder import append_metrics, has_evaluation, how_to_go_on, write_status
 from fsdp_trainer.runtime import Runtime, build_runtime
-from fsdp_trainer.saving import Saver
+from fsdp_trainer.saving import Saver, saving_failed
 from fsdp_trainer.signals import StopRequest, stop_on_signals
 from fsdp_trainer.step import StepOutput, train_step
 from fsdp_trainer.training_agreement import check_same_rows, check_same_settings
@@ -126,14 +126,20 @@ def _finetune(
         best = run_on_main(lambda: read_best(resume_from)) if config.checkpoint.keep_best else None
         log_line(f"resumed from {resume_from} at step {progress.step}", is_main=runtime.is_main)
     check_length(config, total_steps=total_steps, step=progress.step)
-    check_disk(run, output_dir=output_dir, step=progress.step, total_steps=total_steps)
+    check_disk(run, output_dir=output_dir, step=progress.step, total_steps=total_steps, process_group=save_group)
     opened = partial(open_folder, config, runtime, step=progress.step, total_steps=total_steps, prediction=prediction)
     run_on_main(opened)
     if config.log.trackers:
         settings = flatten(config.to_dict())
         run_on_all(lambda: runtime.accelerator.init_trackers("tracker", config=settings))
     saver = Saver(
-        run, facts=facts, process_group=save_group, output_dir=output_dir, saved_step=progress.step, best=best
+        run,
+        facts=facts,
+        process_group=save_group,
+        output_dir=output_dir,
+        saved_step=progress.step,
+        last_step=total_steps,
+        best=best,
     )
     session = _Session(data, total_steps, output_dir, stop, saver, watch, ledger, last)
     stop.check_all()
@@ -212,8 +218,9 @@ def train_loop(run: Run, session: _Session, progress: Progress) -> Progress:
                 _stop(run, session, progress)
             if evaluation_is_due(config, progress.step, session.total_steps):
                 _evaluate(run, session, progress)
-            session.saver.poll()
-            session.saver.save_if_due(progress)
+            if not is_last:
+                session.saver.poll()
+                session.saver.save_if_due(progress)
     return progress
 
 
@@ -265,7 +272,7 @@ def _check_skip(run: Run, progress: Progress, *, loss: float, grad_norm: float, 
     raise NonFiniteError(
         reason,
         values=f"step {progress.step + 1}: loss {loss}, gradient norm {grad_norm}, rows {list(rows)[:16]}",
-        fix=f"look at these rows{instead}; the last checkpoint is as it was",
+        fix=f"look at these rows{instead}; {how_to_go_on(Path(run.config.output_dir))}",
     )
 
 
@@ -352,30 +359,35 @@ def _exports_all(config: Config) -> bool:
     return config.export.dtype == "fp32" or (config.precision == "bf16_pure" and config.export.dtype == "bf16")
 
 
+def _export(run: Run, session: _Session, progress: Progress, model: Path) -> None:
+    config, runtime, data = run.config, run.runtime, session.data
+    card = format_model_card(config, progress=progress, versions=library_versions(), dtype=config.export.dtype)
+    with runtime.phases.enter("save"):
+        exported = export_model(
+            model,
+            model=run.model,
+            optimizer=run.optimizer,
+            hf_config=run.hf_config,
+            tokenizer=data.tokenizer,
+            dtype=config.export.dtype,
+            generation_config=data.generation_config,
+            card=card,
+        )
+    log_line(
+        f"model: {exported.folder} ({format_bytes(exported.total_bytes)}, {config.export.dtype}"
+        + ("" if _exports_all(config) else ": updates smaller than its rounding are lost, fp32 keeps them")
+        + ")",
+        is_main=runtime.is_main,
+    )
+
+
 def _finish(run: Run, session: _Session, progress: Progress) -> None:
     """Save the last state, export the model, and leave the folder complete."""
-    config, runtime, data = run.config, run.runtime, session.data
-    session.saver.save_now(progress)
-    session.saver.close()
-    if config.export.at_end:
-        card = format_model_card(config, progress=progress, versions=library_versions(), dtype=config.export.dtype)
-        with runtime.phases.enter("save"):
-            exported = export_model(
-                session.output_dir / "model",
-                model=run.model,
-                optimizer=run.optimizer,
-                hf_config=run.hf_config,
-                tokenizer=data.tokenizer,
-                dtype=config.export.dtype,
-                generation_config=data.generation_config,
-                card=card,
-            )
-        log_line(
-            f"model: {exported.folder} ({format_bytes(exported.total_bytes)}, {config.export.dtype}"
-            + ("" if _exports_all(config) else ": updates smaller than its rounding are lost, fp32 keeps them")
-            + ")",
-            is_main=runtime.is_main,
-        )
+    config, runtime = run.config, run.runtime
+    model = session.output_dir / "model" if config.export.at_end else None
+    with saving_failed(session.saver.save_end(progress), model):
+        if model is not None:
+            _export(run, session, progress, model)
     session.ledger.finish(run)
     # Not end_training, which destroys the process group as well. Only rank 0 has trackers.
     run_on_main(lambda: [tracker.finish() for tracker in runtime.accelerator.trackers])
