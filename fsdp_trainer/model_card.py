@@ -26,10 +26,25 @@ _SETTINGS = (
 )
 
 
-def format_model_card(config: Config, *, progress: Progress, versions: Mapping[str, str], dtype: str) -> str:
-    """Return the card as Markdown. Paths are those the user wrote in the settings, no others."""
-    data = _format_sources(config.data.train)
-    start = "trained from" if config.model.init == "pretrained" else "with new weights in the architecture of"
+def format_model_card(
+    config: Config,
+    *,
+    progress: Progress,
+    versions: Mapping[str, str],
+    dtype: str,
+    evaluation: tuple[int, float] | None = None,
+    chat: bool = False,
+) -> str:
+    """Return the card as Markdown. Paths are those the user wrote in the settings, no others.
+
+    `evaluation` is the step and the loss (mean over held-out targets, natural logarithm) of the last evaluation;
+    `chat` says that the tokenizer has a chat template.
+    """
+    data, held_out = _format_sources(config.data.train), config.data.eval
+    measured = [("evaluation loss", f"{evaluation[1]:.4f} after step {evaluation[0]:,}")] if evaluation else []
+    if measured and held_out is not None:
+        share = f"{held_out:.3g} of the training data, held out" if isinstance(held_out, float) else None
+        measured.append(("evaluation data", share or _format_sources(held_out)))  # type: ignore[arg-type]
     settings = [(f"{section}.{name}", getattr(getattr(config, section), name)) for section, name in _SETTINGS]
     settings.insert(0, ("precision", config.precision))
     lines = [
@@ -39,33 +54,79 @@ def format_model_card(config: Config, *, progress: Progress, versions: Mapping[s
         "",
         f"# {Path(config.output_dir).name}",
         "",
-        f"A causal language model, {start} `{config.model.path}` with all parameters"
-        + (" but the frozen ones" if config.model.freeze else "")
-        + " by fsdp_trainer.",
+        _first_sentence(config),
+        "",
+        "```python",
+        *_usage(chat=chat),
+        "```",
         "",
         "| | |",
         "|---|---|",
         f"| training data | {data} |",
+        *(f"| {name} | {value} |" for name, value in measured),
         f"| optimizer steps | {progress.optimizer_steps:,} ({progress.skipped_steps:,} skipped) |",
         f"| tokens seen | {progress.tokens_seen:,}, of which {progress.supervised_tokens_seen:,} were targets |",
         f"| weights | {dtype} |",
         *(f"| {name} | {_show(value)} |" for name, value in settings if value not in (None, ())),
         f"| versions | {', '.join(f'{name} {version}' for name, version in sorted(versions.items()))} |",
         "",
-        "Evaluate it on your own data before use: nothing here says how good it is.",
+        "Evaluate it on your own data before use"
+        + (
+            ": the loss above is that of the held-out data alone."
+            if measured
+            else ": nothing here says how good it is."
+        ),
     ]
     return "\n".join(lines) + "\n"
 
 
+def _first_sentence(config: Config) -> str:
+    trained = "all parameters but the frozen ones" if config.model.freeze else "all parameters"
+    if config.model.init == "pretrained":
+        return f"A causal language model: `{config.model.path}`, fine-tuned with fsdp_trainer ({trained} were trained)."
+    return (
+        f"A causal language model in the architecture of `{config.model.path}`, trained from random weights with "
+        "fsdp_trainer."
+    )
+
+
+def _usage(*, chat: bool) -> list[str]:
+    prompt = '[{"role": "user", "content": "Who are you?"}]' if chat else '"Once upon a time"'
+    return [
+        "from transformers import pipeline",
+        "",
+        'generate = pipeline("text-generation", model="path/to/this/folder")',
+        f"print(generate({prompt}, max_new_tokens=100))",
+    ]
+
+
 def _front_matter(config: Config) -> list[str]:
-    base = config.model.path
-    is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not base.startswith(".") and not Path(base).exists()
+    base, named = config.model.path, config.data.train
+    paths = [one if isinstance(one, str) else one.path for one in (named if isinstance(named, tuple) else (named,))]
+    data_sets = list(dict.fromkeys(path for path in paths if _is_hub_id(path)))
     return [
         "library_name: transformers",
         "pipeline_tag: text-generation",
-        *([f"base_model: {base}"] if is_hub_id and config.model.init == "pretrained" else []),
+        *([f"base_model: {base}"] if _is_hub_id(base) and config.model.init == "pretrained" else []),
+        *(["datasets:", *(f"- {path}" for path in data_sets)] if data_sets else []),
         "tags: [fsdp, full-fine-tuning]",
     ]
+
+
+def _is_hub_id(path: str) -> bool:
+    """Tell an owner/name of the hub from a path; a file's ending is no part of a name there."""
+    is_file = Path(path).suffix.lower() in (
+        ".jsonl",
+        ".json",
+        ".parquet",
+        ".csv",
+        ".tsv",
+        ".txt",
+        ".arrow",
+        ".gz",
+        ".zst",
+    )
+    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path)) and not is_file and not Path(path).exists()
 
 
 def _format_sources(named: str | SourceConfig | tuple[str | SourceConfig, ...]) -> str:

@@ -48,7 +48,7 @@ from fsdp_trainer.model_card import format_model_card
 from fsdp_trainer.pieces import Piece
 from fsdp_trainer.progress import log_line
 from fsdp_trainer.resume_rules import CODE
-from fsdp_trainer.run_folder import SETTINGS
+from fsdp_trainer.run_folder import SETTINGS, last_evaluation
 from fsdp_trainer.training_data import load_generation_config, load_tokenizer
 from fsdp_trainer.units import format_bytes
 from fsdp_trainer.weight_files import BLOCK_BYTES, find_folder
@@ -82,9 +82,16 @@ def export_checkpoint(
     rounding = _Rounding(config, model, dtypes)
     plan = plan_files(plan_export(model, weights, dtypes), max_bytes=max_file_bytes)
     progress = Progress(**state["progress"])
-    card = format_model_card(config, progress=progress, versions=state["facts"].get("versions", {}), dtype=dtype)
     tokenizer = load_tokenizer(config.model)
     tokenizer.chat_template = read_chat_template(config.data.chat_template, tokenizer=tokenizer)
+    card = format_model_card(
+        config,
+        progress=progress,
+        versions=state["facts"].get("versions", {}),
+        dtype=dtype,
+        evaluation=last_evaluation(checkpoint.parent.parent, step=progress.step),
+        chat=bool(tokenizer.chat_template),
+    )
 
     def write() -> None:
         part = unfinished(out)

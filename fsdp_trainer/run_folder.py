@@ -9,7 +9,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +132,16 @@ def has_evaluation(output_dir: Path, *, step: int) -> bool:
     path = output_dir / METRICS
     rows = map(json.loads, path.read_text(encoding="utf-8").splitlines()) if path.is_file() else ()
     return any(row["step"] == step and "eval_loss" in row for row in rows)
+
+
+def last_evaluation(output_dir: Path, *, step: int) -> tuple[int, float] | None:
+    """Return step and loss of the last evaluation up to `step`; None where there is none to read."""
+    found = None
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        for row in map(json.loads, (output_dir / METRICS).read_text(encoding="utf-8").splitlines()):
+            if row["step"] <= step and row.get("eval_loss") is not None:
+                found = row["step"], float(row["eval_loss"])
+    return found
 
 
 def trim_metrics(output_dir: Path, *, after_step: int) -> int:

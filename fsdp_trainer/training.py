@@ -34,7 +34,7 @@ from fsdp_trainer.rank_watch import RankWatch, watch_ranks
 from fsdp_trainer.rehearsal import rehearse, rehearses
 from fsdp_trainer.resume_rules import describe
 from fsdp_trainer.run import Run, build_run, check_model, start_values
-from fsdp_trainer.run_folder import append_metrics, has_evaluation, how_to_go_on, write_status
+from fsdp_trainer.run_folder import append_metrics, has_evaluation, how_to_go_on, last_evaluation, write_status
 from fsdp_trainer.runtime import Runtime, build_runtime
 from fsdp_trainer.saving import Saver, saving_failed
 from fsdp_trainer.signals import StopRequest, stop_on_signals
@@ -361,7 +361,14 @@ def _exports_all(config: Config) -> bool:
 
 def _export(run: Run, session: _Session, progress: Progress, model: Path) -> None:
     config, runtime, data = run.config, run.runtime, session.data
-    card = format_model_card(config, progress=progress, versions=library_versions(), dtype=config.export.dtype)
+    card = format_model_card(
+        config,
+        progress=progress,
+        versions=library_versions(),
+        dtype=config.export.dtype,
+        evaluation=last_evaluation(session.output_dir, step=progress.step),
+        chat=bool(data.tokenizer.chat_template),
+    )
     with runtime.phases.enter("save"):
         exported = export_model(
             model,

@@ -87,6 +87,25 @@ def test_38_41_43_50_what_a_run_leaves_is_a_model(dtype: str, model_folder: Mode
     assert loaded["ids"] == run_plainly(load_plainly, str(source), str(tmp_path / "twice"))[0]["ids"]
 
 
+def test_the_card_says_how_the_model_was_measured(model_folder: ModelFolder, tmp_path: Path) -> None:
+    data, held_out = (models.write_jsonl(models.make_records(16, seed=n)[0], tmp_path / f"{n}.jsonl") for n in (3, 4))
+    settings = training_runs.settings(
+        model_folder("llama"),
+        data,
+        tmp_path / "run",
+        train={"max_steps": 2},
+        schedule={"warmup_steps": 1},
+        data={"eval": held_out},
+        eval={"at_end": True},
+    )
+    assert fault_runs.run(settings, 2) == [0, 0]
+    (row,) = [row for row in training_runs.read_metrics(tmp_path / "run") if "eval_loss" in row]
+    card = (tmp_path / "run" / "model" / "README.md").read_text()
+    assert f"| evaluation loss | {row['eval_loss']:.4f} after step 2 |" in card
+    assert f"| evaluation data | {held_out} |" in card
+    assert '"role": "user"' in card, "the tokenizer has a chat template"
+
+
 # Files as models on the hub have them: the code of the config does not know that of the model.
 OWN_CODE = {
     "configuration_mine.py": """
