@@ -400,7 +400,7 @@ class TrainConfig(Section):
         default=30.0,
         description="Minutes after which a rank that shows no sign of life, or a collective that some rank never "
         "joined, ends the run; a lost rank is named. Lower finds a hang sooner; it must be longer than the slowest "
-        "save or load.",
+        "step. Saves and loads have limits of their own, by their size and the disk's speed.",
     )
 
 

@@ -125,9 +125,9 @@ class Saver:
         try:
             self.save_now(progress)
         except CheckpointError as error:
-            return error
-        finally:
             self._memory.clear()
+            return error
+        self.close()
         return None
 
     def evaluated(self, progress: Progress, loss: float) -> None:
@@ -144,6 +144,11 @@ class Saver:
         else:
             self.save(progress)
         log_line(f"best evaluation so far: {loss:.4f} at step {best.step}", is_main=self._run.runtime.is_main)
+
+    def close(self) -> None:
+        """Wait for the save in flight and give its host memory back."""
+        self._finish()
+        self._memory.clear()
 
     def poll(self) -> None:
         """Notice a background save that is done or has failed; called once a step."""

@@ -130,8 +130,7 @@ def _finetune(
     opened = partial(open_folder, config, runtime, step=progress.step, total_steps=total_steps, prediction=prediction)
     run_on_main(opened)
     if config.log.trackers:
-        settings = flatten(config.to_dict())
-        run_on_all(lambda: runtime.accelerator.init_trackers("tracker", config=settings))
+        run_on_all(partial(runtime.accelerator.init_trackers, "tracker", config=flatten(config.to_dict())))
     saver = Saver(
         run,
         facts=facts,

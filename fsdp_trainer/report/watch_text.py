@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from fsdp_trainer.run_folder import how_to_go_on
 from fsdp_trainer.run_metrics import Curve, Metrics
 from fsdp_trainer.run_record import GIB, RunFacts, RunRecord, peak_gib, usable_gib
 from fsdp_trainer.units import format_age, format_bytes, format_duration, format_number
@@ -25,7 +26,7 @@ STYLES = {
     "interrupted": "bold yellow",
     **dict.fromkeys(("failed", "out of memory", "lost"), "bold red"),
 }
-LOST = "no process of it is left: killed, or the machine went down; the same command goes on from the last checkpoint"
+_LOST = "no process of it is left: killed, or the machine went down"
 SCALE = 10  # columns left of a curve
 _BAR = 24
 
@@ -182,10 +183,14 @@ def _host_gib(facts: RunFacts) -> float | None:
         return None
 
 
+def _lost(record: RunRecord) -> str:
+    return f"{_LOST}; {how_to_go_on(record.folder)}"
+
+
 def _end(record: RunRecord, facts: RunFacts) -> Iterator[tuple[str, RenderableType]]:
     """What is to be said of a run that is over: why, and how to go on."""
     if record.state == "lost":
-        yield "", Text(LOST, style="red")
+        yield "", Text(_lost(record), style="red")
     elif record.message and record.state != "finished":
         yield "", Text(record.message, style="red" if record.state != "interrupted" else "yellow")
     if facts.out_of_memory is not None and isinstance(command := facts.out_of_memory.get("command"), str):
@@ -307,6 +312,6 @@ def format_row(row: Mapping[str, Any], *, total_steps: int | None) -> str:
 
 def format_end(record: RunRecord) -> str:
     """Return the last line about a run that is over."""
-    why = LOST if record.state == "lost" else record.message if record.state != "finished" else ""
+    why = _lost(record) if record.state == "lost" else record.message if record.state != "finished" else ""
     steps = format_number(record.step, "step")
     return f"{record.state}: {why}" if why else f"{record.state} after {steps}"
