@@ -107,10 +107,11 @@ def _check_argument(verdict: Verdict, value: Value, arguments: Arguments | None)
     if arguments is None or value.entry is None or not value.entry.auto or value.key.value == "auto":
         return verdict
     said = arguments.said(value.entry.auto)
-    if said is None or said[0] == value.value or verdict.kind == "refused":
+    is_batch = value.entry.name in _BATCH_KEYS  # which is refused then in any case, and this is why
+    if said is None or said[0] == value.value or (verdict.kind == "refused" and not is_batch):
         return verdict
     text = f"{value.key.value} here, {said[1]}: Transformers refuses that; make both the same"
-    return Verdict(verdict.key, "refused", text, verdict.settings)
+    return Verdict(verdict.key, "refused", text, verdict.settings, verdict.blocks)
 
 
 def _find_defaults(facts: Facts, from_transformers: bool) -> Iterator[tuple[str, Any, str]]:
@@ -141,7 +142,7 @@ def _optimizer_defaults(facts: Facts) -> Iterator[tuple[str, Any, str]]:
     yield "optim.eps", 1e-8, why
     decay = 0.01 if facts.values.get("optimizer.params.torch_adam") else 0.0
     yield "optim.weight_decay", decay, "torch's default" if decay else why
-    if decay:
+    if decay and "optimizer.params.weight_decay" not in facts.values:
         yield "optim.no_decay", [], "DeepSpeed decays every parameter that it is given"
 
 

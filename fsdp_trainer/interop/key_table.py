@@ -304,6 +304,8 @@ def find_near(name: str, table: Table) -> str:
 
 def _near_section(top: str, rest: str, names: Sequence[str], table: Table) -> str:
     """Return what was meant by a key of an unknown section: a section spelt like it, or the one key of this name."""
+    if inside := [other for other in names if other.endswith(f".{top}.{rest}")]:
+        return inside[0]
     sections = [other for other in table.sections if "." not in other]
     close = difflib.get_close_matches(top, sections, n=1, cutoff=0.6)
     if close:

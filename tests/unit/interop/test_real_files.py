@@ -224,6 +224,27 @@ def test_pure_bf16_and_fp32_say_it_too(tmp_path: Path) -> None:
     assert [note for note in deepspeed(tmp_path, content).remarks if "no fp32 masters" in note]
 
 
+def test_torchs_adam_with_a_decay_that_is_said(tmp_path: Path) -> None:
+    """torch_adam's default decay has no place beside a decay of the arguments, which is 0 here."""
+    params = {"lr": "auto", "weight_decay": "auto", "torch_adam": True}
+    content = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 1}}
+    found = deepspeed(tmp_path, content | {"optimizer": {"type": "AdamW", "params": params}}, training_args=ARGUMENTS)
+    assert build_config(found).optim.weight_decay == 0.0
+
+
+def test_the_argument_that_contradicts_the_batch_is_named(tmp_path: Path) -> None:
+    content = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 1}
+    found = refused(deepspeed(tmp_path, content, training_args=ARGUMENTS))
+    assert "gradient_accumulation_steps: 4" in found["gradient_accumulation_steps"]
+    assert "make both the same" in found["gradient_accumulation_steps"]
+
+
+def test_a_section_one_level_too_high_is_found_where_it_belongs(tmp_path: Path) -> None:
+    content = {"train_micro_batch_size_per_gpu": 2, "offload_optimizer": {"device": "cpu"}}
+    found = refused(deepspeed(tmp_path, content))
+    assert found["offload_optimizer.device"].endswith("did you mean zero_optimization.offload_optimizer.device?")
+
+
 # --- Accelerate ------------------------------------------------------------------------------------------------------
 
 
