@@ -35,7 +35,7 @@ from fsdp_trainer.checkpoint_copy import HostCopy, HostMemory, local_part, plan_
 from fsdp_trainer.checkpoint_folder import TRIAL, checkpoint_path, make_empty, prune, publish, published
 from fsdp_trainer.checkpoint_layouts import describe_regrouping, regroup_moments, scales_of_other_layouts
 from fsdp_trainer.checkpoint_manifest import FORMAT, Best, Progress, read_state
-from fsdp_trainer.checkpoint_pace import waiting_for
+from fsdp_trainer.checkpoint_pace import DISK, waiting_for
 from fsdp_trainer.checkpoint_rng import derive_rng, restore_rng, rng_tensors
 from fsdp_trainer.checkpoint_search import refuse_damage
 from fsdp_trainer.checkpoint_table import TableReader, read_table
@@ -83,11 +83,12 @@ def build_save_group(*, timeout: timedelta) -> dist.ProcessGroup | None:
     """Make the process group that saves talk on; once a run, on all ranks. None where there is no process group.
 
     A save in the background on the group that training uses deadlocks or aborts: two threads of a rank would order
-    their collectives differently than those of another. `timeout` must cover the slowest rank's writing.
+    their collectives differently than those of another. Reading and writing have limits by their size
+    (checkpoint_pace.py); `timeout`, or that of nothing where it is more, is for the rest, such as deleting old ones.
     """
     if not dist.is_initialized():
         return None
-    group = dist.new_group(backend="gloo", timeout=timeout)
+    group = dist.new_group(backend="gloo", timeout=max(timeout, DISK.limit(0)))
     assert isinstance(group, dist.ProcessGroup), "every rank takes part in saves"
     return group
 

@@ -26,14 +26,17 @@ _TELLING_BYTES = 2**24  # less says how long files take to open, not how fast th
 
 @dataclass
 class Pace:
-    """Bytes a second that all ranks together have last moved to or from the disk."""
+    """The fewest bytes a second that all ranks together were seen to move to or from the disk.
+
+    Never more than was assumed: what a cache has taken in is no promise that the disk is as fast the next time.
+    """
 
     speed: float = ASSUMED_SPEED
 
     def saw(self, size: int, seconds: float) -> None:
         """Learn from a transfer of `size` bytes, all ranks together."""
         if size >= _TELLING_BYTES:
-            self.speed = size / max(seconds, 1e-3)
+            self.speed = min(self.speed, size / max(seconds, 1e-3))
 
     def limit(self, size: int) -> timedelta:
         """Return how long the transfer of `size` bytes may take."""

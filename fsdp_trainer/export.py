@@ -138,8 +138,11 @@ def try_writing(
     _on_main(write, folder, process_group)
 
 
-def guarded(action: Callable[[], None], folder: Path) -> None:
-    """Run a part of an export; when it fails, clean up what was written so far and say so in our own error."""
+def guarded(action: Callable[[], None], folder: Path, *, then: str = "") -> None:
+    """Run a part of an export; when it fails, clean up what was written so far and say so in our own error.
+
+    `then` says what to do when there is room; by default what the run's command will do.
+    """
     try:
         action()
     except Exception as error:
@@ -147,7 +150,7 @@ def guarded(action: Callable[[], None], folder: Path) -> None:
         raise CheckpointError(
             "The trained model could not be written; an earlier folder is as it was.",
             values=f"{folder}: {type(error).__name__}: {error}",
-            fix=f"make room or give write access there; {how_to_go_on(folder.parent)}",
+            fix=f"make room or give write access there; {then or how_to_go_on(folder.parent)}",
         ) from error
 
 

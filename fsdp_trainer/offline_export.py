@@ -107,7 +107,7 @@ def export_checkpoint(
             out.rmdir()
         replace_folder(out, part)
 
-    guarded(write, out)
+    guarded(write, out, then="then export again")
     for line in rounding.describe(dtype):
         log_line(line)
     size = total_bytes(plan)
