@@ -66,6 +66,7 @@ SECONDS: dict[str, int] = {
     "tests/distributed/test_stages.py": 30,
     "tests/distributed/test_refusals.py": 30,
     "tests/distributed/test_run_folder.py": 30,
+    "tests/distributed/test_before_the_first_step.py": 30,
     "tests/distributed/test_profiling.py": 30,
     "tests/distributed/test_kind_q_configuration.py": 29,
     "tests/distributed/test_background_copy.py": 28,

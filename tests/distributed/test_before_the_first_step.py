@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_trainer.errors import CheckpointError, DistributedError
+from fsdp_trainer.errors import CheckpointError
 from fsdp_trainer.run_folder import how_to_go_on
 from fsdp_trainer.saving import saving_failed
 from tests import fault_runs, models, training_runs
@@ -151,77 +151,6 @@ def test_no_message_promises_a_checkpoint_that_is_not_there(tmp_path: Path) -> N
     for name in ("step-00000002", "step-00000010", ".step-00000012.tmp", "step-trial"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert how_to_go_on(tmp_path).endswith("step-00000010")
-
-
-# Saves and loads that take longer than a step may hang
-
-
-def save_slowly(settings: dict[str, Any], seconds: float) -> int:
-    return train_with_broken_writer(settings, after=1000, slow=seconds)
-
-
-@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "background"])
-def test_a_save_may_take_longer_than_a_step_may_hang(
-    async_save: bool, model_folder: ModelFolder, tmp_path: Path
-) -> None:
-    """Before: a raw traceback, and "a rank is lost"."""
-    settings = tiny(
-        model_folder("llama"),
-        tmp_path,
-        checkpoint={"every_steps": 2, "async_save": async_save},
-        train={"max_steps": 4, "timeout_minutes": 0.05},
-    )
-    assert run_ranks(save_slowly, 2, settings, 4.0, timeout=120.0) == [0, 0]
-    assert fault_runs.checkpoints(tmp_path / "run")[-1] == "step-00000004"
-
-
-def resume_slowly(settings: dict[str, Any], seconds: float) -> int:
-    """Resume where one rank's disk is slow to be verified."""
-    from fsdp_trainer import checkpoint_search
-
-    find = checkpoint_search.find_changed_bytes
-
-    def find_slowly(*args: Any) -> Any:
-        time.sleep(seconds if os.environ["RANK"] == "1" else 0)
-        return find(*args)
-
-    checkpoint_search.find_changed_bytes = find_slowly
-    try:
-        return fault_runs.train(settings)
-    finally:
-        checkpoint_search.find_changed_bytes = find
-
-
-def test_a_load_may_take_longer_than_a_step_may_hang(model_folder: ModelFolder, tmp_path: Path) -> None:
-    settings = tiny(
-        model_folder("llama"), tmp_path, checkpoint={"every_steps": 2, "resume": "auto"}, train={"max_steps": 2}
-    )
-    assert fault_runs.run(settings, 2) == [0, 0]
-    settings["train"] |= {"max_steps": 4, "timeout_minutes": 0.05}
-    assert run_ranks(resume_slowly, 2, settings, 5.0, timeout=120.0) == [0, 0]
-
-
-def wait_too_long(settings: dict[str, Any]) -> str:
-    """Save with rank 1 behind a limit that is over; return what is said."""
-    from fsdp_trainer import checkpoint_pace
-    from tests import checkpoint_runs as runs
-
-    run, group = runs.build(settings), runs.save_group()
-    checkpoint_pace.LEAST_SECONDS = 0.0
-    checkpoint_pace.DISK.speed = 1e12
-    group.set_timeout(__import__("datetime").timedelta(seconds=1))
-    if os.environ["RANK"] == "1":
-        time.sleep(3)
-    try:
-        runs.save(run, 1, process_group=group).wait()
-    except (DistributedError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def test_a_save_that_never_ends_is_named(model_folder: ModelFolder, tmp_path: Path) -> None:
-    said = run_ranks(wait_too_long, 2, tiny(model_folder("llama"), tmp_path))[0]
-    assert said.startswith("DistributedError: The save of ") and "step-00000001 did not end in time" in said
 
 
 def test_the_limit_follows_from_size_and_speed() -> None:
