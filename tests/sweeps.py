@@ -29,10 +29,18 @@ def every_value(cases: Sequence[Any]) -> list[Any]:
 
 
 def share(cases: Iterable[Any], kept: Iterable[Any], *, ids: Callable[[Any], str] = str) -> list[ParameterSet]:
-    """Return all cases as a test's parameters, those that are not `kept` marked as part of a sweep."""
+    """Return all cases as a test's parameters, those that are not `kept` marked as part of a sweep.
+
+    A plain tuple is the values of several parameters.
+    """
     cases, kept = list(cases), list(kept)
     assert all(case in cases for case in kept), [case for case in kept if case not in cases]
-    return [pytest.param(case, id=ids(case), marks=() if case in kept else pytest.mark.sweep) for case in cases]
+    return [
+        pytest.param(
+            *(case if type(case) is tuple else (case,)), id=ids(case), marks=() if case in kept else pytest.mark.sweep
+        )
+        for case in cases
+    ]
 
 
 def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -47,5 +55,5 @@ def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 def wanted_cases(request: pytest.FixtureRequest) -> list[Any]:
     """Return the values of the parameter `case` with which tests of the fixture's file will run."""
-    calls = [item.callspec for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    return [call.params["case"] for call in calls if "case" in call.params]
+    calls = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    return [call.params["case"] for call in calls if call is not None and "case" in call.params]

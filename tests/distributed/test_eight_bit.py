@@ -103,13 +103,15 @@ def trained(
     request: pytest.FixtureRequest, model_folder: Folder, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[Case], dict[str, Any]]:
     """Return a function that gives what a case trained; one group of ranks for all wanted cases of a world size."""
-    wanted = wanted_cases(request)
+    wanted = [case for case in wanted_cases(request) if isinstance(case, Case)]
     found: dict[int, dict[str, Any]] = {}
 
     def get(case: Case) -> dict[str, Any]:
         if case.world not in found:
             folder = tmp_path_factory.mktemp("cases")
-            runs = {name_of(c): case_settings(c, model_folder(c.model), folder) for c in wanted if c.world == case.world}
+            runs = {
+                name_of(c): case_settings(c, model_folder(c.model), folder) for c in wanted if c.world == case.world
+            }
             found[case.world] = run_ranks(train_all, case.world, runs, timeout=500)[0]
         return found[case.world][name_of(case)]
 

@@ -228,7 +228,7 @@ BF16_CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", BF16_CASES, ids=name_of)
+@pytest.mark.parametrize("case", share(BF16_CASES, BF16_CASES[1:3], ids=name_of))
 def test_bf16_stays_close(
     case: Case, model_folder: Callable[[str], str], data: Any, references: References, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 from tests import fault_runs, models, training_runs
 from tests.out_of_memory_runs import run, run_out
 from tests.ranks import run_on_kept_ranks, run_ranks
+from tests.sweeps import share
 
 ModelFolder = Callable[[str], str]
 
@@ -60,7 +61,7 @@ def comparable(found: dict[str, Any]) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k not in fault_runs.UNEQUAL} for row in found["metrics"]]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", share(CASES, ["adamw", "8-bit", "optimizer offload"]))
 def test_a_rehearsed_run_is_the_same_to_the_last_bit(name: str, model_folder: ModelFolder, tmp_path: Path) -> None:
     """Begun with a rehearsal and, from its checkpoint, gone on with after another one."""
     model, case = model_folder(CASES[name].get("kind", "llama")), CASES[name]

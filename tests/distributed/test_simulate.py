@@ -20,6 +20,7 @@ from fsdp_trainer.memory.quick import simulate_quick
 from tests import simulation_runs
 from tests.ranks import run_on_kept_ranks, run_ranks
 from tests.simulation_runs import SMALL, settings
+from tests.sweeps import share
 
 VOCABULARY, HIDDEN, WIDTH, LAYERS, TOKENS = 4096, 256, 512, 3, 512
 LAYER = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * WIDTH + 2 * HIDDEN
@@ -238,13 +239,15 @@ def test_whole_weights_are_named_where_nothing_is_gathered(runs: dict[str, Any])
     assert runs["stage0"]["breakdown"]["unsharded_parameters"] >= 2 * VOCABULARY * HIDDEN
 
 
-def test_extrapolation_is_exact_where_it_is_linear(tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("models")
-    deep = {"num_hidden_layers": 11, "vocab_size": 512}
-    cases = {
-        "full": settings(folder, model=deep, activation_checkpointing={"mode": "full"}),
-        "stage2": settings(folder, model=deep, sharding={"zero_stage": 2}),
-    }
+LINEAR: dict[str, dict[str, Any]] = {
+    "full": {"activation_checkpointing": {"mode": "full"}},
+    "stage2": {"sharding": {"zero_stage": 2}},
+}
+
+
+@pytest.mark.parametrize("name", share(LINEAR, ["full"]))
+def test_extrapolation_is_exact_where_it_is_linear(name: str, tmp_path: Path) -> None:
+    cases = {name: settings(tmp_path, model={"num_hidden_layers": 11, "vocab_size": 512}, **LINEAR[name])}
     found = run_on_kept_ranks(
         simulation_runs.extrapolate_and_simulate, 1, cases, "8xA100-80GB", timeout=300, group="simulated"
     )[0]

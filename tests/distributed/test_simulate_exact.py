@@ -9,6 +9,7 @@ import pytest
 
 from tests import architectures, live_phases, models, training_runs
 from tests.ranks import run_plainly, run_ranks
+from tests.sweeps import share, wanted_cases
 
 Folder = Callable[[str], str]
 
@@ -140,6 +141,12 @@ FOUR_RANKS = {
 }
 
 
+# Of each technique one that has it, in CI; the others are a sweep.
+SHARE = (
+    *("stage1-bf16-accumulation", "stage3-packed-bf16-full", "every-2-plain", "fp16", "offload-bf16", "moe"),
+    *("offload-optimizer-device", "gpt2-dropout-full", "gemma3-windows-packed", "8bit-pure-bf16-stage1"),
+    *("hybrid-8bit", "reshard2", "offload-optimizer-alone"),
+)
 # Where the last rank is simulated too: its rows are shorter, and its shards where nothing divides evenly.
 BOTH_ENDS = ("hybrid-8bit", "stage3-packed-bf16-full", "moe", "gpt2-dropout-full")
 Case = tuple[dict[str, Any], Any]
@@ -157,13 +164,18 @@ def prepared_cases() -> dict[str, tuple[int, Case]]:
 
 @pytest.fixture(scope="module")
 def measured(
+    request: pytest.FixtureRequest,
     model_folder: Folder,
     tmp_path_factory: pytest.TempPathFactory,
     prepared_cases: dict[str, tuple[int, Case]],
 ) -> dict[str, list[tuple[Any, Any]]]:
     """Return for each case what a real rank held and what the simulated one did: of rank 0, and of the last."""
     found: dict[str, list[tuple[Any, Any]]] = {}
-    for cases, world in ((CASES, 2), (FOUR_RANKS, 4), (ONE_RANK, 1)):
+    wanted = wanted_cases(request)
+    for all_cases, world in ((CASES, 2), (FOUR_RANKS, 4), (ONE_RANK, 1)):
+        cases = {name: case for name, case in all_cases.items() if name in wanted}
+        if not cases:
+            continue
         prepared = {name: prepare(*case, world, model_folder, tmp_path_factory) for name, case in cases.items()}
         prepared_cases |= {name: (world, case) for name, case in prepared.items()}
         real = run_ranks(live_phases.measure_all, world, prepared, timeout=500)
@@ -203,7 +215,7 @@ def same(fake: dict[str, int], real: dict[str, int], *, world: int, waits: bool)
     return {**fake, "save": real["save"]} == real and besides in allowed
 
 
-@pytest.mark.parametrize("case", [*CASES, *FOUR_RANKS, *ONE_RANK])
+@pytest.mark.parametrize("case", share([*CASES, *FOUR_RANKS, *ONE_RANK], SHARE))
 @pytest.mark.timeout(900)  # the first one measures all of them: one group of ranks for all cases
 def test_live_bytes_are_those_of_real_ranks(
     case: str, measured: dict[str, list[tuple[Any, Any]]], prepared_cases: dict[str, tuple[int, Case]]

@@ -13,6 +13,7 @@ import pytest
 
 from tests import models, step_runs, training_runs
 from tests.ranks import run_ranks
+from tests.sweeps import share
 
 Folder = Callable[[str], str]
 STAGES: dict[str, dict[str, Any]] = {
@@ -97,8 +98,10 @@ def really(run_settings: dict[str, Any], documents: list[Any]) -> dict[str, Any]
     return describe(run, train_step(run, step_runs.window_of(run, documents), learning_rate=1e-3, optimizer_step=0))
 
 
-@pytest.mark.parametrize("packing", [True, False], ids=["packed", "unpacked"])
-@pytest.mark.parametrize("stage", STAGES)
+STEPS = [(stage, packing) for stage in STAGES for packing in (True, False)]
+
+
+@pytest.mark.parametrize(("stage", "packing"), share(STEPS, [*STEPS[::4], *STEPS[3::4]]))
 def test_one_step_of_eight_ranks(stage: str, packing: bool, model_folder: Folder, tmp_path: Path) -> None:
     """Nothing reads a value on the host, at any stage; a rank holds its eighth and the state of it."""
     settings = settings_for(
@@ -147,8 +150,10 @@ def test_other_settings(sections: dict[str, Any], model_folder: Folder, tmp_path
     assert run_ranks(simulate, 1, settings, rows(8), 8, 7)[0]["fake"]
 
 
-@pytest.mark.parametrize("stage", ["stage0", "stage1", "stage2", "stage3", "offload"])
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+HELD = [(kind, stage) for kind in ("llama", "gpt2") for stage in ("stage0", "stage1", "stage2", "stage3", "offload")]
+
+
+@pytest.mark.parametrize(("kind", "stage"), share(HELD, [*HELD[:5], ("gpt2", "stage3")]))
 def test_holds_what_a_real_rank_holds(kind: str, stage: str, model_folder: Folder, tmp_path: Path) -> None:
     """Shapes and dtypes of parameters, buffers, optimizer state and results, on each rank of a real run of two."""
     settings = settings_for(model_folder(kind), tmp_path, 2, sharding=STAGES[stage], precision="bf16")

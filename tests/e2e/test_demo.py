@@ -21,11 +21,15 @@ def base() -> Path:
     return smollm2_folder()
 
 
-@pytest.fixture(scope="module")
-def run_folder(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of one whole demo; its output is shown by pytest when something fails."""
+@pytest.fixture(
+    scope="module",
+    params=[["--train.max_steps=27"], pytest.param([], marks=pytest.mark.sweep)],
+    ids=["three quarters", "whole"],
+)
+def run_folder(request: pytest.FixtureRequest, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of a demo; its output is shown by pytest when something fails."""
     output = tmp_path_factory.mktemp("demo") / "run"
-    command = [sys.executable, "-m", "fsdp_trainer.demo", f"--output_dir={output}"]
+    command = [sys.executable, "-m", "fsdp_trainer.demo", f"--output_dir={output}", *request.param]
     result = subprocess.run(
         command, cwd=REPOSITORY, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=840
     )

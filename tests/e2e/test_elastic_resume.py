@@ -12,6 +12,7 @@ import pytest
 from tests import training_runs
 from tests.e2e.tiny_run import leave_as_if_killed, tiny
 from tests.fault_runs import comparable_metrics, read_seen, read_status, run
+from tests.sweeps import share
 
 Folder = Callable[[str], str]
 # Divisible by 1, 2, 3 and 4 ranks; 22 rows make a full window and a short one, so the save lies within epoch 2.
@@ -66,8 +67,16 @@ def assert_same_training(folder: Path, expected: Path, *, from_step: int) -> Non
     assert worst < 2e-5, worst
 
 
-@pytest.mark.parametrize("resumed", RESUMED_ON)
-@pytest.mark.parametrize("saved", SAVED_ON)
+# Fewer and more ranks, an odd number, whole copies and groups of shards, to and from.
+SHARE = [
+    ("2 ranks", "1 rank"),
+    ("2 ranks", "3 ranks"),
+    ("2 ranks", "4 ranks, HYBRID"),
+    ("4 ranks, HYBRID", "2 ranks, stage 0"),
+]
+
+
+@pytest.mark.parametrize(("saved", "resumed"), share(itertools.product(SAVED_ON, RESUMED_ON), SHARE, ids=" to ".join))
 def test_another_world_goes_on(saved: str, resumed: str, quiet: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     world, sharding = RESUMED_ON[resumed]
     output = tmp_path / "run"

@@ -1,4 +1,4 @@
-"""Twelve of the kills of `python -m benchmarks.sweeps.kill`, seeded, at every kind of moment."""
+"""Six of the kills of `python -m benchmarks.sweeps.kill`, seeded, at several kinds of moments."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from benchmarks.sweeps import kill
 
 
 @pytest.mark.slow
-def test_twelve_killed_runs_end_as_the_quiet_one(tmp_path: Path) -> None:
-    outcomes = kill.kill_often(tmp_path, times=12, seed=5)
+def test_six_killed_runs_end_as_the_quiet_one(tmp_path: Path) -> None:
+    outcomes = kill.kill_often(tmp_path, times=6, seed=5)
     assert [outcome for outcome in outcomes if outcome.differences] == []
-    assert len({outcome.moment for outcome in outcomes if outcome.came_in_time}) >= 6, outcomes
+    assert len({outcome.moment for outcome in outcomes if outcome.came_in_time}) >= 4, outcomes
     assert max(outcome.lost_steps for outcome in outcomes) <= kill.SAVE_EVERY

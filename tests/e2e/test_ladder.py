@@ -72,12 +72,16 @@ def test_a_ladder_that_was_stopped_goes_on(model_folder: Folder, tmp_path: Path)
 # --- a real model
 
 RUNGS = ("baseline", "checkpointing", "stage1", "stage2", "stage3", "8bit")
-SEQ_LEN, ROWS, STEPS = 192, 4, 3
+SEQ_LEN, ROWS, STEPS = 96, 2, 3
 
 
-@pytest.fixture(scope="module")
-def climbed(tmp_path_factory: pytest.TempPathFactory) -> LadderResult:
-    """Six rungs on SmolLM2-135M, of rows that are as full as a prediction takes them: two documents of equal length."""
+@pytest.fixture(
+    scope="module",
+    params=[("baseline", "8bit"), pytest.param(RUNGS, marks=pytest.mark.sweep)],
+    ids=["first and last", "all"],
+)
+def climbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LadderResult:
+    """Rungs on SmolLM2-135M, of rows that are as full as a prediction takes them: two documents of equal length."""
     folder = tmp_path_factory.mktemp("ladder")
     text = " the" * (SEQ_LEN // 2 - 1)  # a token each, and the end
     (folder / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for _ in range(2 * ROWS * STEPS)))
@@ -87,7 +91,7 @@ def climbed(tmp_path_factory: pytest.TempPathFactory) -> LadderResult:
         "batch": {"global_batch_size": ROWS, "micro_batch_size": 1},
         "output_dir": str(folder / "run"),
     }
-    command = ladder_command(write_settings(settings, folder), "--only", ",".join(RUNGS), "--steps", str(STEPS))
+    command = ladder_command(write_settings(settings, folder), "--only", ",".join(request.param), "--steps", str(STEPS))
     assert run_command(command, cwd=REPOSITORY, timeout=1400).returncode == 0
     result = LadderResult.read(folder / "run-ladder")
     assert result is not None
@@ -107,10 +111,10 @@ def test_real_rungs_hold_what_was_predicted(climbed: LadderResult) -> None:
 @pytest.mark.slow
 def test_real_rungs_learn_the_same(climbed: LadderResult) -> None:
     losses = [rung.first_loss for rung in climbed.rungs]
-    assert losses == pytest.approx([losses[0]] * len(RUNGS), rel=1e-3)
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-3)
 
 
 @pytest.mark.slow
 def test_each_real_rung_holds_less_than_the_one_below(climbed: LadderResult) -> None:
     peaks = [rung.measured_gib or 0.0 for rung in climbed.rungs]
-    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == len(RUNGS)
+    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == len(climbed.rungs)

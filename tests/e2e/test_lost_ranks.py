@@ -21,6 +21,7 @@ from tests.e2e.commands import PROFILE, SCRIPT, environment, executable, write_s
 from tests.e2e.tiny_run import assert_same_run, tiny
 from tests.fault_runs import Fault, read_status, run, run_losing, train
 from tests.ranks import RankFailed, run_ranks
+from tests.sweeps import share
 
 Folder = Callable[[str], str]
 LOST = DistributedError.exit_code
@@ -34,8 +35,10 @@ def quiet(model_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> dic
     return settings
 
 
-@pytest.mark.parametrize("victim", [1, 0])
-@pytest.mark.parametrize("within", ["training.train_step", "training.load_training_data"])
+STOPPED = [(place, victim) for place in ("training.train_step", "training.load_training_data") for victim in (1, 0)]
+
+
+@pytest.mark.parametrize(("within", "victim"), share(STOPPED, [STOPPED[0], STOPPED[3]]))
 def test_a_stopped_rank_ends_the_others_within_the_timeout(
     victim: int, within: str, quiet: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -135,7 +138,7 @@ COMMANDS = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("launcher", COMMANDS)
+@pytest.mark.parametrize("launcher", share(COMMANDS, ["fsdp-trainer train"]))
 def test_a_stopped_rank_ends_the_whole_job(launcher: str, model_folder: Folder, tmp_path: Path) -> None:
     timeout, output = 15.0, tmp_path / "run"
     settings = tiny(model_folder("llama"), tmp_path, "run", train={"max_steps": 400, "timeout_minutes": timeout / 60})

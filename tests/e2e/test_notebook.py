@@ -21,7 +21,7 @@ from tests.fault_runs import checkpoints, read_status, run
 from tests.jupyter_kernels import Kernel, start_kernel
 
 Folder = Callable[[str], str]
-STEPS = 120  # some seconds of steps: a cell is updated every two
+STEPS = 90  # some seconds of steps: a cell is updated every two
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
@@ -33,6 +33,7 @@ def long_run(model: str, folder: Path, name: str) -> dict[str, Any]:
         data={"eval": None},
         eval={"every_steps": None, "at_end": False},
         train={"max_steps": STEPS},
+        checkpoint={"every_steps": 40},
     )
 
 

@@ -27,6 +27,7 @@ from tests.fault_runs import (
     run,
     run_killed,
 )
+from tests.sweeps import share
 
 Folder = Callable[[str], str]
 VICTIMS = ((0, 1), (0,), (1,))
@@ -49,9 +50,10 @@ CASES = {
     ),
     "bf16, stage 1, both ranks": Case("qwen3", (0, 1), {"precision": "bf16", "sharding": {"zero_stage": 1}}),
 }
+SHARE = ("fp32, packed, stage 2, rank 1", "bf16, recomputed dropout, rank 0")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", share(CASES, SHARE))
 def test_killed_in_a_step(name: str, model_folder: Folder, tmp_path: Path) -> None:
     case, chance = CASES[name], random.Random(name)
     model = model_folder(case.kind)

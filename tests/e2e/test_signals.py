@@ -20,6 +20,7 @@ from tests.e2e.commands import PROFILE, SCRIPT, environment, executable, run_com
 from tests.e2e.tiny_run import STEPS, assert_same_run, tiny
 from tests.fault_runs import Fault, Watched, checkpoints, read_seen, read_status, run, train
 from tests.ranks import run_ranks
+from tests.sweeps import share
 
 Folder = Callable[[str], str]
 NO_EVALUATION = {"every_steps": None, "at_end": False}
@@ -35,6 +36,7 @@ MOMENTS = {
     "to the rank that waits for the data": (Fault(signal.SIGTERM, (1,), within="training.load_training_data"), 0),
     "while the model is loaded": (Fault(signal.SIGTERM, (1,), within="training.build_run"), 0),
 }
+SHARE = ("one rank, in a step", "in an evaluation", "to the rank that waits for the data", "while the model is loaded")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +54,7 @@ def quiet(model_folder: Folder, folder: Path) -> dict[str, Any]:
     return settings
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", share(MOMENTS, SHARE))
 def test_a_signal_saves_and_stops(moment: str, quiet: dict[str, Any], tmp_path: Path) -> None:
     fault, expected = MOMENTS[moment]
     settings, codes, attempts = quiet, [0, 0], 0
@@ -193,7 +195,8 @@ def test_a_rank_that_raises_ends_the_job_with_its_message(model_folder: Folder, 
 def long_run(model: str, folder: Path, name: str) -> dict[str, Any]:
     """Settings of a run that is still busy when its first steps have been seen from outside."""
     steps, log = {"max_steps": 60}, {"report": True}
-    return tiny(model, folder, name, data={"eval": None}, eval=NO_EVALUATION, train=steps, log=log)
+    saves = {"every_steps": 20}  # what matters is the save at the stop
+    return tiny(model, folder, name, data={"eval": None}, eval=NO_EVALUATION, train=steps, log=log, checkpoint=saves)
 
 
 def strike(command: list[str], output: Path, send: Callable[[int], None]) -> int:
