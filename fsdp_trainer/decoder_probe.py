@@ -4,12 +4,13 @@ Only this trainer's attention knows where a document ends; a layer that mixes to
 state-space scan, linear attention) carries one document of a packed row into the next, and no number shows it.
 """
 
+import copy
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import functional_call
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -20,7 +21,7 @@ from fsdp_trainer.model import ModelParts
 PROBE_TOKENS = 8
 
 # What a forward does that has no answer without values: nothing is said about the model.
-_UNKNOWN_ON_FAKES = (
+UNKNOWN_ON_FAKES = (
     fake_tensor.DataDependentOutputException,
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.UnsupportedFakeTensorException,
@@ -45,10 +46,11 @@ def check_decoder(model: nn.Module, parts: ModelParts, *, packing: bool, seq_len
     if mixing:
         layer = parts.layers[mixing[0]]
         kinds = [type(module).__name__ for module in layer.children() if "norm" not in type(module).__name__.lower()]
+        how = "otherwise than by attention" if _mixes_tokens(layer) else "by attention that knows no documents"
         raise ConfigError(
             f"{type(model).__name__} has layers that carry one document of a packed row into the next.",
-            values=f"data.packing: true; {len(mixing)} of {len(parts.layers)} decoder layers mix tokens otherwise than "
-            f"by attention, such as layer {mixing[0]} ({', '.join(kinds)})",
+            values=f"data.packing: true; {len(mixing)} of {len(parts.layers)} decoder layers mix tokens {how}, such as "
+            f"layer {mixing[0]} ({', '.join(kinds)})",
             fix="set data.packing: false",
         )
 
@@ -76,38 +78,62 @@ def _mixes_tokens(layer: nn.Module) -> bool:
     return convolves or any(hasattr(module, "A_log") for module in modules)
 
 
-def _attention_windows(model: nn.Module, parts: ModelParts) -> dict[int, list[int | None]]:
+def _attention_windows(model: Any, parts: ModelParts) -> dict[int, list[int | None]]:
     """Return the window of each call of this trainer's attention by decoder layer; nothing where fakes cannot tell."""
+    key = f"{type(model).__qualname__} {model.config.to_json_string(use_diff=False)}"
+    if key not in _found:  # asked before the data are prepared, and when the run is built
+        _found[key] = _find_windows(model, parts)
+    return _found[key]
+
+
+_found: dict[str, dict[int, list[int | None]]] = {}
+
+
+def _find_windows(model: nn.Module, parts: ModelParts) -> dict[int, list[int | None]]:
     documents = Documents(torch.tensor([[0] * (PROBE_TOKENS // 2) + [1] * (PROBE_TOKENS // 2)]))
     before: dict[int, int] = {}
     after: dict[int, list[int | None]] = {}
-    handles = []
+    # A copy that is thrown away: a module may keep what it made in a forward (a rotary table), which is a fake here.
+    copies: dict[int, Any] = {}
+    with _disable_current_modes():  # a simulation that is being traced is not to count it
+        decoder = copy.deepcopy(parts.decoder, copies)
     for index, layer in enumerate(parts.layers):
-        handles += [
-            layer.register_forward_pre_hook(lambda *_, i=index: before.update({i: len(documents.windows)})),
-            layer.register_forward_hook(lambda *_, i=index: after.update({i: documents.windows[before[i] :]})),
-        ]
+        hooked = copies[id(layer)]
+        hooked.register_forward_pre_hook(lambda *_, i=index: before.update({i: len(documents.windows)}))
+        hooked.register_forward_hook(lambda *_, i=index: after.update({i: documents.windows[before[i] :]}))
     # On fakes the product of stacked experts takes bf16 alone, and logs what it is refused (torch 2.14,
     # meta_registrations.py); what a recurrence keeps in fp32 by itself takes fp32 alone.
     stacked = any(parameter.dim() == 3 for parameter in parts.decoder.parameters())
     first, second = (torch.bfloat16, torch.float32) if stacked else (torch.float32, torch.bfloat16)
     try:
         try:
-            _run_on_fakes(parts.decoder, documents, first)
+            _run_on_fakes(decoder, documents, first)
         except RuntimeError:
-            _run_on_fakes(parts.decoder, documents, second)
-    except _UNKNOWN_ON_FAKES:
+            _run_on_fakes(decoder, documents, second)
+    except UNKNOWN_ON_FAKES:
         return {}
     except (RuntimeError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        if isinstance(error, RuntimeError) and ("dtype" in str(error) or "BFloat16" in str(error)):
+            return {}  # neither of the two does: causality.py tries a small copy with numbers
         raise ConfigError(
             f"The decoder of {type(model).__name__} does not run without a mask and a cache, as training needs it.",
             values=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
             fix="use another architecture, or set model.attention: eager where the error is about attention",
         ) from error
-    finally:
-        for handle in handles:
-            handle.remove()
     return after
+
+
+def find_fakes(model: nn.Module) -> list[str]:
+    """Return the names of all fake tensors that a model's modules hold, as plain attributes too; none may train."""
+    found = []
+    for name, module in model.named_modules():
+        held = {**vars(module), **module._parameters, **module._buffers}
+        for key, value in held.items():
+            values = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            )
+            found += [f"{name}.{key}" for one in values if isinstance(one, FakeTensor)]
+    return found
 
 
 def _run_on_fakes(decoder: Any, documents: Documents, dtype: torch.dtype) -> None:

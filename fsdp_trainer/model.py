@@ -28,6 +28,7 @@ from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.export_checksums import refuse_damaged_sides
 from fsdp_trainer.gguf_model import local_model
 from fsdp_trainer.hub import refuse_unreachable
+from fsdp_trainer.rotary import choose_tables_by_document
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,8 @@ def build_meta_model(hf_config: Any, *, attention: str, dtype: torch.dtype, trus
         except (ValueError, KeyError, RuntimeError, ZeroDivisionError) as error:
             raise _explain_build(hf_config, attention, error) from error
     blind = next((module for module in model.modules() if getattr(module, "is_causal", True) is False), None)
+    if blind is not None and hf_config.get_text_config() is not hf_config:
+        raise _refuse_wrapper(hf_config)
     if blind is not None:
         raise ConfigError(
             "This model is an encoder: its tokens see those that come after them.",
@@ -140,10 +143,22 @@ def build_meta_model(hf_config: Any, *, attention: str, dtype: torch.dtype, trus
             fix="name a decoder-only causal language model",
         )
     model.tie_weights()
+    choose_tables_by_document(model)
     return model.train()
 
 
+def _refuse_wrapper(hf_config: Any) -> ConfigError:
+    parts = [part for part in hf_config.sub_configs if getattr(hf_config, part, None) is not None]
+    return ConfigError(
+        "This is a model of text and of something else; only models of text are trained.",
+        values=f"model_type {hf_config.model_type}, whose config.json has {', '.join(parts)}",
+        fix="name a model of text, such as its text part saved as a model of its own",
+    )
+
+
 def _explain_build(hf_config: Any, attention: str, error: Exception) -> ConfigError:
+    if hf_config.get_text_config() is not hf_config and "Unrecognized configuration class" in str(error):
+        return _refuse_wrapper(hf_config)
     what = "This model cannot be built as a causal language model with the attention asked for."
     values = f"model_type {hf_config.model_type}, attention {attention}: {str(error).splitlines()[0]}"
     fix = "set model.attention: eager, or name a causal language model"
@@ -157,7 +172,8 @@ def _explain_build(hf_config: Any, attention: str, error: Exception) -> ConfigEr
 
 def find_parts(model: Any) -> ModelParts:
     """Find decoder, its layers, embedding, head and final norm; ConfigError with the module tree when there is none."""
-    decoder = getattr(model, model.base_model_prefix, None)
+    # Llama 4 has the prefix of a wrapper that it may lie in.
+    decoder = getattr(model, model.base_model_prefix, None) or getattr(model, "model", None)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     layers = _find_layers(decoder, model.config.get_text_config().num_hidden_layers)
     if decoder is None or not layers or embedding is None or head is None:
@@ -186,13 +202,15 @@ def _find_layers(decoder: nn.Module | None, count: int) -> tuple[nn.Module, ...]
     if decoder is None:
         return None
     lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+    # LongCat counts two layers of attention in each of its layers.
+    lists = lists or [module for module in decoder.children() if isinstance(module, nn.ModuleList)]
     by_size = sorted(lists, key=lambda found: -sum(p.numel() for p in found.parameters()))
     return tuple(by_size[0]) if by_size else None
 
 
 def apply_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     """Give the parameters the dtype they rest in, but for the modules that compute in fp32. Before they have memory."""
-    kept = {id(p) for module in modules_in_fp32(model, dtype) for p in module.parameters()}
+    kept = {id(p) for module in modules_in_fp32(model, dtype) for p in module.parameters(recurse=False)}
     # A swap would break the tie of two names; the parameter stays and its meta tensor goes.
     for parameter in model.parameters():
         if id(parameter) not in kept:
@@ -284,8 +302,12 @@ def names_in_fp32(model: nn.Module, names: Iterable[str], dtype: torch.dtype) ->
 
 
 def modules_in_fp32(model: nn.Module, dtype: torch.dtype) -> list[nn.Module]:
-    """Return the modules whose own parameters compute in fp32 in a model of `dtype`, such as a router's gate."""
+    """Return the modules whose own parameters compute in fp32 in a model of `dtype`, such as a router's gate.
+
+    Inner ones first. What lies in modules below them does not, unless they are named too.
+    """
     if dtype == torch.float32:
         return []
     kept = names_in_fp32(model, (name for name, _ in model.named_parameters()), dtype)
-    return [model.get_submodule(owner) for owner in sorted({name.rpartition(".")[0] for name in kept})]
+    owners = {name.rpartition(".")[0] for name in kept}
+    return [model.get_submodule(owner) for owner in sorted(owners, key=lambda name: (-name.count("."), name))]

@@ -24,6 +24,21 @@ DECODER: dict[str, Any] = {
     "num_key_value_heads": 2,
 }
 EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+# One factor for each pair of a head's 12 dimensions. The original length lies among those of the documents of tests.
+ORIGINAL = 12
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [2.0, 3.0, 4.0, 6.0, 8.0, 9.0],
+    "original_max_position_embeddings": ORIGINAL,
+}
+
+
+def rotary(kind: str, **more: Any) -> dict[str, Any]:
+    """Return the setting of a rotary type."""
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
+
 
 # name of the model class: config class and what differs from DECODER
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -77,6 +92,15 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "n_group": 1,
             "topk_group": 1,
         },
+    ),
+    # Every rotary type, and the longest row around what its table was made for.
+    "phi3_longrope": ("Phi3Config", {"rope_parameters": LONGROPE, "original_max_position_embeddings": ORIGINAL}),
+    "llama_dynamic": ("LlamaConfig", {**rotary("dynamic", factor=2.0), "max_position_embeddings": 20}),
+    "llama_linear": ("LlamaConfig", rotary("linear", factor=4.0)),
+    "llama_yarn": ("LlamaConfig", rotary("yarn", factor=4.0, original_max_position_embeddings=12)),
+    "llama3_rope": (
+        "LlamaConfig",
+        rotary("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=12),
     ),
     "gpt_oss": ("GptOssConfig", {**EXPERTS, "head_dim": 12, "sliding_window": 8, "attention_dropout": 0.0}),
     # The window is in the mask that Transformers makes, and nowhere else.

@@ -26,7 +26,7 @@ class MicroBatch:
     """
 
     input_ids: torch.Tensor  # int64 [batch, seq]
-    position_ids: torch.Tensor  # int64 [batch, seq]; restart at each document
+    position_ids: torch.Tensor  # int64 [batch, seq]; restart at each document, 0 on padding
     document_ids: torch.Tensor | None  # int32 [batch, seq]
     supervised_positions: torch.Tensor  # int64 [n]: flat indices into batch * seq whose NEXT token is a target
     targets: torch.Tensor  # int64 [n]: the token to predict there
@@ -136,7 +136,7 @@ def build_micro_batch(rows: Rows, indices: np.ndarray, *, seq_len: int, packing:
 
     shape = (max(1, len(borders)), width)
     input_ids = np.full(shape, pad_token_id, dtype=np.int64)
-    position_ids = np.tile(np.arange(width, dtype=np.int64), (shape[0], 1))
+    position_ids = np.zeros(shape, dtype=np.int64)
     document_ids = np.zeros(shape, dtype=np.int32)
     targets_here = np.zeros(shape, dtype=bool)
     lengths = np.zeros(shape[0], dtype=np.int64)
@@ -146,11 +146,11 @@ def build_micro_batch(rows: Rows, indices: np.ndarray, *, seq_len: int, packing:
         lengths[row] = length = int(border[-1] - border[0])
         input_ids[row, :length] = rows.tokens[border[0] : border[-1]]
         targets_here[row, : length - 1] = rows.supervised[border[0] + 1 : border[-1]]
+        position_ids[row, :length] = np.arange(length) - np.repeat(border[:-1] - border[0], np.diff(border))
         if one_document_rows:
             continue
         starts = np.append(border - border[0], width) if length < width else border - border[0]
         spans = np.diff(starts)  # the documents, then the padding as one more
-        position_ids[row] -= np.repeat(starts[:-1], spans)
         document_ids[row] = next_id + np.repeat(np.arange(len(spans)), spans)
         next_id += len(spans)
         document_lengths.append(tuple(spans.tolist()))

@@ -135,6 +135,7 @@ def test_tensors_equal_a_loop_over_tokens(rows, packing, micro):
             positions, documents, supervised, targets = naive_micro_batch(rows, batch)
             real = batch.input_ids.reshape(-1) != PAD
             assert batch.position_ids.reshape(-1)[real].tolist() == positions
+            assert not batch.position_ids.reshape(-1)[~real].any()
             assert batch.supervised_positions.tolist() == supervised
             assert batch.targets.tolist() == targets
             if packing:
