@@ -227,7 +227,9 @@ def document_eager(
         allowed = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()[None, None]
     lowest = torch.finfo(query.dtype).min
     mask = torch.zeros_like(allowed, dtype=query.dtype).masked_fill_(~allowed, lowest)
-    eager = sys.modules[type(module).__module__].eager_attention_forward
+    # A module that is a unit of FSDP's has a class of FSDP's, derived from its own.
+    homes = (sys.modules[kind.__module__] for kind in type(module).__mro__)
+    eager = next(home.eager_attention_forward for home in homes if hasattr(home, "eager_attention_forward"))
     return eager(module, query, key, value, mask, **kwargs)
 
 

@@ -3,7 +3,7 @@
 The head's weight is whole only while FSDP runs the head module, so the loss is that module's forward during training.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -201,8 +201,8 @@ def attach_loss(
     def forward_head(hidden: torch.Tensor, supervision: Supervision | None = None):
         if supervision is None:
             return head_forward(hidden)
-        flat = hidden.reshape(-1, hidden.shape[-1])
         weight, bias = head.weight, getattr(head, "bias", None)
+        flat = hidden.reshape(-1, hidden.shape[-1]).to(weight.dtype)  # Mamba's residual stays in fp32
         if kind == "plain":
             return plain_cross_entropy(flat, weight, bias, supervision, transform=transform)
         return chunked_cross_entropy(
@@ -254,18 +254,13 @@ def find_logit_transform(model: nn.Module, *, decoder: nn.Module, head: nn.Modul
     The proof runs the model's forward once with its decoder and head replaced by stand-ins that pass numbers through;
     it needs no weights. Raises ConfigError for an architecture that does something else to its logits.
     """
-    multiplier = 1.0
-    if getattr(hf_config, "logits_scaling", None):  # Granite divides
-        multiplier = 1.0 / hf_config.logits_scaling
-    if getattr(hf_config, "logit_scale", None):  # Cohere multiplies
-        multiplier = hf_config.logit_scale
-    transform = LogitTransform(multiplier, getattr(hf_config, "final_logit_softcapping", None))
     vocab_size = hf_config.get_text_config().vocab_size
     probe = torch.linspace(-40.0, 40.0, 8 * vocab_size)[::vocab_size].reshape(1, 8, 1)
     _check_head(model, head)
     try:
         found = _run_with_stand_ins(model, decoder=decoder, head=head, hidden=probe)
-    except (RuntimeError, TypeError, AttributeError) as error:  # the model does more than decoder and head (BERT)
+    # The model does more than decoder and head (BERT), or less alone (the assistant of Gemma 4).
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"{type(model).__name__} is not a decoder followed by an output head.",
             values=f"model_type {hf_config.model_type}: {type(error).__name__}: {str(error).splitlines()[0]}",
@@ -273,14 +268,25 @@ def find_logit_transform(model: nn.Module, *, decoder: nn.Module, head: nn.Modul
         ) from error
     # Still on meta: the model's forward went around its decoder's (OPT calls the decoder's own decoder).
     passed_through = found.shape == probe.shape and not found.is_meta
-    if not passed_through or not torch.allclose(found.float(), transform.apply(probe), rtol=1e-5, atol=1e-6):
-        became = f"{found.flatten().tolist()[:2]}..." if passed_through else f"a tensor of shape {list(found.shape)}"
-        raise ConfigError(
-            f"{type(model).__name__} makes its logits in a way this trainer does not know.",
-            values=f"{probe.flatten().tolist()[:2]}... became {became}",
-            fix="use another architecture, or report this one",
-        )
-    return transform
+    softcap = getattr(hf_config, "final_logit_softcapping", None)
+    for multiplier in _multipliers(hf_config) if passed_through else ():
+        transform = LogitTransform(multiplier, softcap)
+        if torch.allclose(found.float(), transform.apply(probe), rtol=1e-5, atol=1e-6):
+            return transform
+    became = f"{found.flatten().tolist()[:2]}..." if passed_through else f"a tensor of shape {list(found.shape)}"
+    raise ConfigError(
+        f"{type(model).__name__} makes its logits in a way this trainer does not know.",
+        values=f"{probe.flatten().tolist()[:2]}... became {became}",
+        fix="use another architecture, or report this one",
+    )
+
+
+def _multipliers(hf_config: Any) -> Iterator[float]:
+    """Yield what the logits of architectures are multiplied by, under the names that configs have for it."""
+    yield 1.0
+    for name in ("logit_scale", "lm_head_multiplier", "logits_scaling"):  # Cohere, Falcon H1, Granite, which divides
+        if value := getattr(hf_config.get_text_config(), name, None):
+            yield from (value, 1.0 / value)
 
 
 def _check_head(model: nn.Module, head: nn.Module) -> None:

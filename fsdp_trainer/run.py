@@ -14,8 +14,9 @@ from torch import nn
 
 from fsdp_trainer.activation_checkpointing import apply_activation_checkpointing
 from fsdp_trainer.attention import describe_fallback
+from fsdp_trainer.causality import prove
 from fsdp_trainer.config import Config
-from fsdp_trainer.decoder_probe import check_decoder
+from fsdp_trainer.decoder_probe import check_decoder, find_fakes
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.launch_profile import check_layer_class
 from fsdp_trainer.loading import initialize_randomly, load_weights, plan_loading
@@ -110,6 +111,7 @@ def build_run(config: Config, runtime: Runtime, *, load: bool = True) -> Run:
         place_buffers(model, runtime.place)
         # 7. Shard while on meta, then give only the shards memory.
         sharding = _shard(model, parts, config, runtime)
+        runtime.limit_waiting()
         materialize_parameters(model, torch.device("cpu") if sharding.offload_params else runtime.device)
         widen_gradients(model, parts, COMPUTE_DTYPES[config.sharding.reduce_dtype or "fp32"])
         assert not parts.tied or parts.embedding.weight is parts.head.weight, "the tie was lost"
@@ -124,6 +126,7 @@ def build_run(config: Config, runtime: Runtime, *, load: bool = True) -> Run:
         run = Run(config, runtime, model, optimizer, scaler, sharding, hf_config, facts)
         # 9. Values and random numbers last: a simulated run has none, a resumed one reads its checkpoint instead.
         start_values(run, load=load and not runtime.simulated)
+    assert runtime.simulated or not (left := find_fakes(model)), f"fake tensors would train: {left[:3]}"
     return run
 
 
@@ -160,14 +163,30 @@ def _layer_classes(parts: ModelParts) -> list[str]:
     return list(dict.fromkeys(type(module).__name__ for module in parts.layers[0].modules()))
 
 
+def prove_small_copy(config: Config, hf_config: Any = None) -> tuple[str, ...]:
+    """Refuse a model of which a small copy computes wrongly or not at all; return what the log should say."""
+    section = config.model
+    words = {"trust_remote_code": section.trust_remote_code}
+    return prove(
+        hf_config or load_hf_config(section.path, revision=section.revision, **words),
+        attention=section.attention,
+        packing=config.data.packing,
+        seq_len=config.data.seq_len,
+        dtype=COMPUTE_DTYPES[config.precision],
+        **words,
+    )
+
+
 def check_model(config: Config, runtime: Runtime) -> None:
     """Refuse a model that `build_run` would refuse, from its config and file headers alone; seconds, and no weights.
 
     For before the data are prepared, which may take hours.
     """
     _check_machine(config, runtime)
-    _, model, parts = _build_meta(config)
+    hf_config, model, parts = _build_meta(config)
     check_decoder(model, parts, packing=config.data.packing, seq_len=config.data.seq_len)
+    for note in prove_small_copy(config, hf_config):
+        log_line(note, is_main=runtime.rank == 0)
     if remark := check_layer_class(runtime.launched_with, _layer_classes(parts)):
         log_line(remark, is_main=runtime.rank == 0)
     find_logit_transform(model, decoder=parts.decoder, head=parts.head, hf_config=model.config)

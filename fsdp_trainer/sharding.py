@@ -131,6 +131,8 @@ def apply_sharding(
     }
     in_fp32 = {**options, "mp_policy": replace(policy, param_dtype=None)}
     for module in modules_in_fp32(model, compute_dtype):
+        for inner in _parts_to_shard(module):  # a unit takes all that lies below it, and this one is only for its own
+            fully_shard(inner, reshard_after_forward=reshard, **options)
         fully_shard(module, reshard_after_forward=reshard, **in_fp32)
     for layer in parts.layers:
         fully_shard(layer, reshard_after_forward=reshard, **options)
@@ -158,6 +160,16 @@ def apply_sharding(
         host_gradients=host_gradients,
         mesh=mesh,
     )
+
+
+def _parts_to_shard(module: nn.Module) -> list[nn.Module]:
+    """Return the modules right below one that have parameters and are no units; of a list of modules, its own."""
+    found = []
+    for child in module.children():
+        if isinstance(child, FSDPModule) or all(isinstance(p, DTensor) for p in child.parameters()):
+            continue
+        found += _parts_to_shard(child) if isinstance(child, nn.ModuleList | nn.ModuleDict) else [child]
+    return found
 
 
 def _leave_whole(model: nn.Module, *, mesh: DeviceMesh, zero_stage: int) -> Sharding:

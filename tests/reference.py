@@ -83,11 +83,11 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
     ]
 
 
-def load(folder: str) -> torch.nn.Module:
-    """Load a model folder the plain way, in fp32 with eager attention."""
+def load(folder: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """Load a model folder the plain way, with eager attention."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     model.config.use_cache = False
     return model.train()
 

@@ -15,13 +15,15 @@ from fsdp_trainer.checkpoint import training_tensors
 from fsdp_trainer.checkpoint_copy import local_part, plan_copy
 from fsdp_trainer.config import Config
 from fsdp_trainer.data.loader import MicroBatch, Window
+from fsdp_trainer.decoder_probe import UNKNOWN_ON_FAKES
+from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.export import gather_as_exported
 from fsdp_trainer.memory.cuda_kernels import cuda_attention, find_overheads, keep_operations_fused
 from fsdp_trainer.memory.host import copied_ahead, pinned_bytes
 from fsdp_trainer.memory.recording import Recording
 from fsdp_trainer.memory.trace import MemoryTrace
 from fsdp_trainer.memory.traced_time import StepWork
-from fsdp_trainer.run import Run, build_run
+from fsdp_trainer.run import Run, build_run, prove_small_copy
 from fsdp_trainer.simulated import DEVICE, simulated_runtime
 from fsdp_trainer.step import eval_step, train_step
 from fsdp_trainer.trace_marks import mark_run, mark_window, marking, tensors_of
@@ -59,6 +61,7 @@ def trace_run(
     `compute_capability` is the GPU's; None simulates a gloo rank on CPU, whose tensors are all on the device's ledger.
     `windows` replaces the made-up rows, one for each step. Raises ConfigError as `build_run` does.
     """
+    prove_small_copy(config)  # a run that would not start has no memory to speak of
     on_gpu = compute_capability is not None
     workspace = find_overheads(compute_capability).cublas_workspace if on_gpu else None
     device = DEVICE if on_gpu else "cpu"
@@ -79,8 +82,9 @@ def trace_run(
                 trace.mark(waiting, "buffers")
                 for window in windows:
                     mark_window(window, trace.mark)
-                for step, window in enumerate(windows):
-                    train_step(run, window, learning_rate=config.optim.lr, optimizer_step=step)
+                with _explaining(run):
+                    for step, window in enumerate(windows):
+                        train_step(run, window, learning_rate=config.optim.lr, optimizer_step=step)
                 if config.data.eval is not None:
                     _evaluate(run, windows[-1])
                 _save(run, trace)
@@ -91,6 +95,26 @@ def trace_run(
         work = None if compute_capability is None else _work_of_step(trace, config, world_size=world_size)
         parameters = sum(parameter.numel() for parameter in run.model.parameters())
         return Trace(device_ledger, host_ledger, work, parameters, staged, exported)
+
+
+@contextlib.contextmanager
+def _explaining(run: Run) -> Iterator[None]:
+    """Say of a model that cannot take its steps on fake tensors why that is, in an error of ours."""
+    name = type(run.model).__name__.removeprefix("FSDP")
+    try:
+        yield
+    except UNKNOWN_ON_FAKES as error:
+        raise ConfigError(
+            f"{name} looks at values in its forward, which a simulation does not have.",
+            values=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+            fix="train it, and see in memory.json what it took: its memory cannot be told before",
+        ) from error
+    except RuntimeError as error:
+        raise ConfigError(
+            f"The forward or backward of {name} cannot run so.",
+            values=f"precision: {run.config.precision}: {str(error).splitlines()[0] if str(error) else ''}",
+            fix="set another precision, or name another GPU",
+        ) from error
 
 
 def _on_fakes(window: Window) -> Window:
