@@ -34,6 +34,7 @@ class Runtime:
 
     `launched_with` holds the launcher's FSDP_* variables, which a profile sets. `fake_mode` is set only on the
     simulated runtime; tensors made inside `tensors()` are fake then. `phases` knows which part of a step a rank is in.
+    `timeout` is how long a collective waits for a missing rank.
     """
 
     device: torch.device
@@ -44,6 +45,7 @@ class Runtime:
     launched_with: Mapping[str, str] = field(default_factory=dict)
     fake_mode: Any = None
     phases: Phases = field(default_factory=Phases)
+    timeout: timedelta | None = None
 
     @property
     def is_main(self) -> bool:
@@ -69,6 +71,15 @@ class Runtime:
         """Build a device mesh; outside the fake mode, in which rank tables cannot be computed."""
         with self._outside_fake_mode():
             return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+
+    def limit_waiting(self) -> None:
+        """Give every process group of this rank the timeout of the run: a mesh makes its own with torch's default."""
+        if self.timeout is None:
+            return
+        # `set_timeout` where there is one: the older name warns then (torch 2.14).
+        limit = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+        for group in list(dist.distributed_c10d._world.pg_map):
+            limit(self.timeout, group)
 
     def _outside_fake_mode(self) -> contextlib.AbstractContextManager[Any]:
         if self.fake_mode is None:
@@ -183,6 +194,7 @@ def build_runtime(
         world_size=accelerator.num_processes,
         accelerator=accelerator,
         launched_with={name: value for name, value in os.environ.items() if name.startswith("FSDP_")},
+        timeout=timedelta(minutes=timeout_minutes),
     )
 
 

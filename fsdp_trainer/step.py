@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_trainer.data.loader import MicroBatch, Window
 from fsdp_trainer.loss import Supervision
+from fsdp_trainer.optim.host_gradients import unscale_norm
 from fsdp_trainer.run import Run
 
 
@@ -94,12 +95,16 @@ def _clip_gradients(run: Run) -> torch.Tensor:
     """
     if run.host_gradients is not None:
         return run.host_gradients.clip(run.config.optim.max_grad_norm, scaler=run.scaler)
-    if run.scaler is not None:
+    on_host = run.sharding.offload_params
+    if run.scaler is not None and not on_host:
         run.scaler.unscale_(run.optimizer)
     parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
     norm = _total_norm([p.grad for p in parameters if p.grad is not None])
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
+    if run.scaler is not None and on_host:
+        norm, factor = unscale_norm(norm.float(), run.scaler, run.runtime.device)
+        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
     if run.config.optim.max_grad_norm:
         torch.nn.utils.clip_grads_with_norm_(parameters, run.config.optim.max_grad_norm, norm)
     return norm.float()

@@ -32,6 +32,22 @@ class _Copy:
     is_first: bool
 
 
+def unscale_norm(
+    norm: torch.Tensor, scaler: torch.amp.GradScaler, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the norm of gradients on the host without the scale, and the factor that takes it off a gradient.
+
+    Both fp32 scalars on the host. The scaler looks at the norm, on the device, in place of the gradients: it is not
+    finite where one of them is not. Given the gradients, it would copy its scale to the host without waiting, and a
+    kernel there would read it at once (torch/amp/grad_scaler.py, `_MultiDeviceReplicator`, 2.14).
+    """
+    on_device = nn.Parameter(torch.zeros((), device=device))
+    on_device.grad = norm.to(device, copy=True)
+    scale = scaler.scale(torch.ones_like(on_device.grad))
+    scaler.unscale_(torch.optim.SGD([on_device], lr=0.0))
+    return on_device.grad.to("cpu"), 1 / scale.to("cpu")
+
+
 class HostGradients:
     """The sum of each parameter's gradients over the micro-batches of one optimizer step.
 
@@ -62,8 +78,6 @@ class HostGradients:
         self._turn = self._landed = 0
         self.factor = torch.ones(())
         self.is_pinned = self._pin(*self._totals.values())
-        # What the scaler unscales in place of the gradients: their norm, which is not finite where one of them is not.
-        self._verdict = torch.optim.SGD([nn.Parameter(torch.zeros((), device=device))], lr=0.0)
         for parameter in units:
             parameter.register_post_accumulate_grad_hook(self._take)
 
@@ -76,10 +90,10 @@ class HostGradients:
         return self._totals[parameter]
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield what is held: the sums, where gradients land that are added to them, and two scalars."""
+        """Yield what is held: the sums, where gradients land that are added to them, and the factor."""
         yield from self._totals.values()
         yield from self._landings.values()
-        yield from (self.factor, *self._verdict.param_groups[0]["params"])
+        yield self.factor
 
     def clear(self) -> None:
         """Begin a new optimizer step."""
@@ -96,11 +110,7 @@ class HostGradients:
         norm = self._norm()
         factor = torch.ones_like(norm)
         if scaler is not None:
-            (verdict,) = self._verdict.param_groups[0]["params"]
-            verdict.grad = norm.to(self._device, copy=True)
-            scale = scaler.scale(torch.ones_like(verdict.grad))
-            scaler.unscale_(self._verdict)
-            norm, factor = verdict.grad.to("cpu"), factor / scale.to("cpu")
+            norm, factor = unscale_norm(norm, scaler, self._device)
         if max_norm:
             factor = factor * torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's clip_grads_with_norm_
         self.factor = factor

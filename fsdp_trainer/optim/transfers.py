@@ -3,8 +3,11 @@
 On a CPU, which has no memory apart, the same calls copy at once.
 """
 
+import ctypes
+import re
 import weakref
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -80,7 +83,19 @@ def pin(tensors: Iterable[torch.Tensor]) -> bool:
             continue
         address = storage.data_ptr()
         if int(runtime.cudaHostRegister(address, storage.nbytes(), 1)) != 0:  # 1: portable, for every context
+            forget_cuda_error()
             pinned = False
             continue
         weakref.finalize(storage, runtime.cudaHostUnregister, address).atexit = False
     return pinned
+
+
+def forget_cuda_error() -> None:
+    """Take back the error that a refused call left in this thread: the next kernel's launch check would raise it.
+
+    `cudaGetLastError` of the CUDA runtime that torch has loaded, which torch.cuda.cudart() does not offer (2.14).
+    """
+    maps = Path("/proc/self/maps")
+    loaded = re.findall(r"(/\S*/libcudart\S*\.so[.\d]*)$", maps.read_text(), re.MULTILINE) if maps.exists() else []
+    for library in dict.fromkeys(loaded):
+        ctypes.CDLL(library).cudaGetLastError()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,10 +28,46 @@ def test_pinning_that_fails_is_no_error() -> None:
     assert run_ranks(said_of_pinning, 1, "none")[0] == []
 
 
+STAND_IN = """
+static int last = 0;
+int cudaHostRegister(void* address, unsigned long size, unsigned flags) { last = 1; return 1; }
+int cudaGetLastError(void) { int found = last; last = 0; return found; }
+int cudaPeekAtLastError(void) { return last; }
+"""
+
+
+def error_left_by_pinning(folder: str) -> tuple[bool, int, int]:
+    """Pin with a CUDA runtime that refuses; return whether it did, and the error left by a bare call and by ours."""
+    import ctypes
+    import subprocess
+
+    import torch
+
+    from fsdp_trainer.optim.transfers import pin
+
+    source, library = Path(folder, "runtime.c"), Path(folder, "libcudart.so.12")
+    source.write_text(STAND_IN)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    runtime = ctypes.CDLL(str(library))
+    torch.cuda.is_available = lambda: True
+    torch.cuda.cudart = lambda: SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: runtime.cudaHostRegister(
+            ctypes.c_void_p(address), ctypes.c_ulong(size), flags
+        )
+    )
+    torch.cuda.cudart().cudaHostRegister(0, 1, 1)
+    left = runtime.cudaPeekAtLastError()
+    runtime.cudaGetLastError()
+    return pin([torch.zeros(2**20)]), left, runtime.cudaPeekAtLastError()
+
+
+def test_a_refusal_leaves_no_error_for_the_next_kernel(tmp_path: Path) -> None:
+    """cudaHostRegister's error stays with the thread until it is taken back, and a launch check would raise it."""
+    assert run_ranks(error_left_by_pinning, 1, str(tmp_path)) == [(False, 1, 0)]
+
+
 def said_of_pinning(offload: str) -> list[str]:
     """Return the log's lines about offloading on a GPU whose host pins nothing, as here."""
-    from types import SimpleNamespace
-
     import torch
 
     from fsdp_trainer import run
@@ -151,3 +188,51 @@ def test_never_more_than_two_layers_gradients_on_the_device(tmp_path: Path) -> N
     added = got["optimizer-5"]["host"] - got["none-5"]["host"]
     weights = (got["none-5"]["load"] - got["none-3"]["load"]) * 5 / 2  # fp32 shards of the five layers
     assert added > 16 / 4 * weights
+
+
+def copies_that_are_not_waited_for(run_settings: dict[str, Any]) -> list[str]:
+    """Return the copies to the host that the clip of a step on simulated GPUs queues without waiting for them."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from fsdp_trainer import step
+    from fsdp_trainer.config import Config
+    from fsdp_trainer.memory.traced_run import trace_run
+
+    found: list[str] = []
+    clip = step._clip_gradients
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (
+                kwargs or {}
+            )
+            source: Any = given.get("src", given.get("self"))
+            if given.get("non_blocking") and out.device.type == "cpu" and source.device.type != "cpu":
+                found.append(str(func))
+            return out
+
+    def watched(run: Any) -> Any:
+        with Watch():
+            return clip(run)
+
+    step._clip_gradients = watched
+    trace_run(Config.from_dict(run_settings), world_size=2, compute_capability=8.0)
+    assert step._clip_gradients is watched
+    return found
+
+
+@pytest.mark.parametrize("max_grad_norm", [1.0, None])
+@pytest.mark.parametrize("offload", ["params", "optimizer"])
+def test_no_kernel_on_the_host_reads_what_is_still_on_its_way(
+    offload: str, max_grad_norm: float | None, tmp_path: Path
+) -> None:
+    """The gradient scaler copies its scale to where gradients are without waiting: they are on the host here."""
+    run = settings(
+        tmp_path,
+        precision="fp16",
+        sharding={"zero_stage": 3, "offload": offload},
+        optim={"max_grad_norm": max_grad_norm},
+        batch={"global_batch_size": 4, "micro_batch_size": 1},
+    )
+    assert run_ranks(copies_that_are_not_waited_for, 1, run, timeout=120) == [[]]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fsdp_trainer.errors import DataError, DistributedError
+from tests import training_runs
 from tests.ranks import run_ranks
 
 
@@ -27,6 +28,31 @@ def type_without_the_patch() -> str:
 def test_cpu_ranks_still_need_to_be_promoted() -> None:
     """Fails when Accelerate makes FSDP ranks of gloo ranks by itself: `promote_cpu_ranks_to_fsdp` can then go."""
     assert run_ranks(type_without_the_patch, 2) == ["MULTI_CPU"] * 2
+
+
+def timeouts(run_settings: dict[str, Any]) -> list[float]:
+    """Return the seconds that each process group of a run waits."""
+    import torch.distributed as dist
+
+    from fsdp_trainer import Config
+    from fsdp_trainer.run import build_run
+    from fsdp_trainer.runtime import build_runtime
+
+    run = build_run(Config.from_dict(run_settings), build_runtime(timeout_minutes=7), load=False)
+    groups = dist.distributed_c10d._world.pg_map
+    return [group._get_backend(run.runtime.device).options._timeout.total_seconds() for group in groups]
+
+
+@pytest.mark.parametrize("sharding", [{"replicate": 2}, {"reshard_after_forward": 2}, {"zero_stage": 0}])
+def test_every_group_of_a_run_waits_as_long_as_asked(
+    sharding: dict[str, Any], model_folder: Any, tmp_path: Any
+) -> None:
+    """A mesh of two dimensions makes groups of its own, which would wait for torch's 30 (NCCL: 10) minutes."""
+    run = training_runs.settings(
+        model_folder("llama"), "unused.jsonl", tmp_path, sharding=sharding, batch={"micro_batch_size": 1}
+    )
+    found = run_ranks(timeouts, 4, run)[0]
+    assert len(found) > 1 and set(found) == {7 * 60.0}
 
 
 def joined() -> dict[str, Any]:
