@@ -18,11 +18,14 @@ INTRODUCTION = f"""\
 Written by `docs/make_resuming.py` from the rules themselves: change them in `fsdp_trainer/resume_rules.py`, not here.
 
 The same command on the same `output_dir` goes on from the newest complete checkpoint: on as many processes as before
-bit by bit, on any other number with the same rows in the same steps and losses equal up to rounding (a model with
-dropout draws other masks there). What the checkpoint was saved with is compared with the settings of the run that goes
-on, one by one. `{ROWS}` is the digest of the prepared training rows (a changed data file changes it, a moved one does
-not), `{VERSIONS}` the releases of torch, Transformers and Accelerate, `{CODE}` the digest of the Python code that came
-with the model, where `model.trust_remote_code` lets it run.
+bit by bit on CPU, on any other number with the same rows in the same steps and losses equal up to rounding (a model
+with dropout draws other masks there). On GPUs the kernels of attention add gradients in an order that changes from run
+to run (atomic additions): what is loaded is the same to the bit, and what follows up to rounding.
+
+What the checkpoint was saved with is compared with the settings of the run that goes on, one by one. `{ROWS}` is the
+digest of the prepared training rows (a changed data file changes it, a moved one does not), `{VERSIONS}` the releases
+of torch, Transformers and Accelerate, `{CODE}` the digest of the Python code that came with the model, where
+`model.trust_remote_code` lets it run.
 
 A refused change is let through by name: `fsdp-trainer train --resume-anyway=optim.lr,data.rows`, or
 `checkpoint.resume_anyway: [optim.lr, data.rows]` in the settings file; the log says so. What cannot fit (other

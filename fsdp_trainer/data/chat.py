@@ -409,10 +409,10 @@ def _refuse_lost(marked: Chat, parts: dict[str, str], *, template: ChatTemplate)
 def _check_whole_answer(written: str, message: dict[str, Any], *, index: int, asked: str) -> None:
     """Refuse a template that leaves part of an answer out (DeepSeek R1: the reasoning); blanks may differ."""
     if (lost := _lost_part(written, message)) is not None:
-        other = "" if asked == "last_assistant" else "data.train_on: last_assistant where it keeps the last, "
+        other = "" if asked == "last_assistant" else "or data.train_on: last_assistant where it keeps the last, "
         raise _no_mask(
             f"the template leaves out or rewrites part of messages[{index}] ({lost})",
-            fix=f"or {other}or data.train_on: all",
+            fix=f"{other}or data.train_on: all",
         )
 
 

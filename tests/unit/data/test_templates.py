@@ -307,7 +307,7 @@ def test_a_tool_that_the_template_leaves_out_is_refused_though_its_name_is_writt
 def test_reasoning_that_also_stands_in_the_answer_is_not_taken_for_written() -> None:
     for train_on in ("assistant", "last_assistant", "all"):
         (bad,) = encode("chatml", user("a?"), assistant("sum: 4", reasoning_content="sum"), train_on=train_on).bad
-        assert "reasoning" in bad.what
+        assert "reasoning" in bad.what and "or or " not in bad.what
         assert not encode("qwen3", user("a?"), assistant("sum: 4", reasoning_content="sum"), train_on=train_on).bad
     earlier = (user("a?"), assistant("sum: 4", reasoning_content="sum"), user("c?"), assistant("d"))
     (bad,) = encode("qwen3", *earlier).bad
