@@ -163,12 +163,11 @@ def gradient_snapshot(folder: str, documents: Sequence[Document]) -> tuple[float
 
 
 def without_key_bias(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor worth comparing: softmax ignores a key bias, so its gradient is rounding noise."""
+    """Return the part of a tensor worth comparing: without rotary positions softmax ignores a key bias, so that its
+    gradient is rounding noise."""
     if name.endswith("c_attn.bias"):  # GPT-2 keeps query, key and value biases in one tensor
         query, _, value = tensor.chunk(3)
         return torch.cat([query, value])
-    if name.endswith("k_proj.bias"):
-        return tensor[:0]
     return tensor
 
 

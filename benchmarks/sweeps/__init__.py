@@ -2,13 +2,15 @@
 
 They take minutes each, so they are run by hand, one after the other on a quiet machine: before a release, and after a
 change to what they are about. `recipes` and `spaces`: the simulation, the planner, or another torch, Transformers or
-Accelerate. `kill` and `damage`: saving, resuming, exporting.
+Accelerate. `configurations`: the step, the loss, sharding, attention. `kill` and `damage`: saving, resuming,
+exporting. The cases of tests that CI leaves out are run by `./launch.sh test -m sweep` (tests/sweeps.py).
 
     python -m benchmarks.sweeps.recipes
     python -m benchmarks.sweeps.spaces
+    python -m benchmarks.sweeps.configurations
     python -m benchmarks.sweeps.kill
     python -m benchmarks.sweeps.damage
 
-Each prints a line for every case and a summary, and exits 1 when a case fails. The last result, with date and versions,
-goes into benchmarks/RESULTS.md.
+Each prints a line for every case (`configurations`: every disagreement) and a summary, and exits 1 when a case fails.
+The last result, with date and versions, goes into benchmarks/RESULTS.md.
 """
