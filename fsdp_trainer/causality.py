@@ -9,6 +9,7 @@ changed, and no other's may; and what windows and chunks hide is compared with p
 import copy
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +79,9 @@ def prove(
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
         return (f"not tried on a small copy whether tokens see only what came before: {reason}",)
     place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_text(json.dumps(notes), encoding="utf-8")
+    part = place.with_suffix(f".{os.getpid()}")  # renamed, so that another process reads all of it or none
+    part.write_text(json.dumps(notes), encoding="utf-8")
+    part.replace(place)
     return notes
 
 
