@@ -4,7 +4,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-# Sizes by the names that configs give them; a config's own are lowered to these, never raised.
+# Sizes by the names that configs give them; a config's own are lowered to these, never raised but for its tables.
 SIZES: dict[str, int] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "lru_width", "word_embed_proj_dim"), 64),
     **dict.fromkeys(
@@ -36,6 +36,7 @@ SIZES: dict[str, int] = {
     "mamba_n_groups": 1,
     "n_groups": 1,
 }
+_TABLES = ("vocab_size", "vocab_size_per_layer_input", "max_position_embeddings", "n_positions", "max_seq_len")
 _DROPOUT = ("dropout", "_pdrop", "dropout_prob", "jitter_noise")
 
 
@@ -64,7 +65,8 @@ def shrink(hf_config: Any, *, layers: int = 2) -> Any:
 
 
 def _lowered(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: min(size, values[key]) for key, size in SIZES.items() if _is_size(values.get(key)) and values[key] > 0}
+    given = {key: size for key, size in SIZES.items() if _is_size(values.get(key)) and values[key] > 0}
+    return {key: size if key in _TABLES else min(size, values[key]) for key, size in given.items()}
 
 
 def _is_size(value: Any) -> bool:

@@ -134,3 +134,9 @@ def test_a_small_copy_has_the_switches_of_the_model_and_one_layer_of_each_kind()
     small = shrink(config)
     assert small.layer_types == ["sliding_attention", "full_attention"] and small.num_hidden_layers == 2
     assert (small.hidden_size, small.sliding_window, small.attn_logit_softcapping) == (64, 8, 30.0)
+
+
+def test_a_small_copy_has_room_for_the_rows_that_try_it(cache: Path) -> None:
+    """Tables of the model itself may be smaller: 40 words, 20 learned positions."""
+    config = transformers.GPT2Config(vocab_size=40, n_positions=20, n_embd=48, n_layer=2, n_head=4)
+    assert prove(config, attention="auto", packing=True, seq_len=16) == () and len(list(cache.iterdir())) == 1

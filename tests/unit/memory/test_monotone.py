@@ -80,6 +80,7 @@ def test_closed_form_never_falls_with_what_is_asked_for(models: dict[str, str], 
     assert modes[0] <= SLACK * modes[1] and modes[1] <= SLACK * modes[2]
 
 
+@pytest.mark.slow
 def test_the_simulation_never_falls_with_what_is_asked_for(tmp_path: Path) -> None:
     """The same order, of whole simulations of a small model."""
     ask = simulation_runs.settings
