@@ -138,6 +138,28 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 2,
         },
     ),
+    # Weights kept in fp32 beside, above and within others that are not.
+    "afmoe": (
+        "AfmoeConfig",
+        {
+            "head_dim": 12,
+            "moe_intermediate_size": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 1,
+            "num_dense_layers": 1,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "flint": (
+        "FlintConfig",
+        {"head_dim": 12, "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        {"head_dim": 12, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_start_index": 1},
+    ),
     "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}),
     "falcon": ("FalconConfig", {}),
     "doge": ("DogeConfig", {"head_dim": 12}),

@@ -176,7 +176,9 @@ def compare_in_bf16(
     return got["loss"], total, reference.relative_errors(got["gradients"], summed)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "olmo", "olmo2", "ernie4_5", "deepseek_v3", "glm4_moe", "gemma"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", "olmo", "olmo2", "ernie4_5", "deepseek_v3", "glm4_moe", "gemma", "ernie4_5_moe"]
+)
 def test_bf16_computes_what_transformers_computes_in_bf16(name: str, tmp_path: Path) -> None:
     """Rotary tables and routers that a model keeps in fp32 stay in fp32 here: nothing is cast behind its back."""
     model = run_plainly(architectures.save_architecture, name, str(tmp_path / "model"))[0]
@@ -187,6 +189,18 @@ def test_bf16_computes_what_transformers_computes_in_bf16(name: str, tmp_path: P
     # Measured: at most 0.7 % from kernels that add up in another order; 1.6 % with the tables cast to bf16, and 22 %
     # with a router in bf16.
     assert max(errors.values()) < 9e-3, sorted(errors.items(), key=lambda item: -item[1])[:5]
+
+
+@pytest.mark.parametrize("name", ["afmoe", "flint"])
+def test_weights_kept_in_fp32_leave_those_below_them_in_bf16(name: str, tmp_path: Path) -> None:
+    """Their owners have matrices within, which met activations in bf16 and ended the first forward."""
+    model = run_plainly(architectures.save_architecture, name, str(tmp_path / "model"))[0]
+    rows = [[document] for document in models.make_records(4, seed=13, longest=20)[1]]
+    wide, narrow = (
+        run_on_kept_ranks(step_runs.one_step, 2, settings_for(model, tmp_path) | {"precision": precision}, rows)[0]
+        for precision in ("fp32", "bf16")
+    )
+    assert narrow["loss"] == pytest.approx(wide["loss"], rel=1e-2) and narrow["loss"] != wide["loss"]
 
 
 def said_of_padding(settings: dict[str, Any]) -> list[list[str]]:
