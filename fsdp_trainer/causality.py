@@ -6,6 +6,7 @@ For every model at its start a later token is changed, and no earlier output may
 changed, and no other's may; and what windows and chunks hide is compared with plain Transformers.
 """
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -70,7 +71,7 @@ def prove(
         words |= {"hidden_beyond": _least_window(hf_config, seq_len), "dtype": dtype}
         small = shrink(hf_config)
         place = _place(small, words)
-        if place.exists():
+        with contextlib.suppress(OSError, ValueError):  # none yet, or not one of ours
             return tuple(json.loads(place.read_text(encoding="utf-8")))
         notes = _try(small, **words)
     except ConfigError:
@@ -78,10 +79,11 @@ def prove(
     except Exception as error:  # whatever it is, it is no statement about the model
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
         return (f"not tried on a small copy whether tokens see only what came before: {reason}",)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    part = place.with_suffix(f".{os.getpid()}")  # renamed, so that another process reads all of it or none
-    part.write_text(json.dumps(notes), encoding="utf-8")
-    part.replace(place)
+    with contextlib.suppress(OSError):  # a place that cannot be written only costs the next start its seconds
+        place.parent.mkdir(parents=True, exist_ok=True)
+        part = place.with_suffix(f".{os.getpid()}")  # renamed, so that another process reads all of it or none
+        part.write_text(json.dumps(notes), encoding="utf-8")
+        part.replace(place)
     return notes
 
 
@@ -127,6 +129,8 @@ def _try(
 
         try:
             found = _leaks(_our_outputs(ours), packing=packing)
+        except ConfigError:  # it has its reason already, such as a mask of the model's own
+            raise
         except Exception as error:
             _plain_outputs(plain())(_tokens(), None)  # where this fails as well, nothing is said about the model
             raise ConfigError(
@@ -243,7 +247,7 @@ def _plain_outputs(model: Any) -> Outputs:
     return lambda ids, _: decoder(input_ids=ids, use_cache=False).last_hidden_state
 
 
-def _leaks(outputs: Outputs, *, packing: bool, pad: int = 0) -> Leaks:
+def _leaks(outputs: Outputs, *, packing: bool) -> Leaks:
     """Change the last token of a row, what follows it, and one document of two; see what moves before and beside."""
     whole, first = _tokens(), LENGTHS[0]
     alone = whole[:, :first]
@@ -251,8 +255,8 @@ def _leaks(outputs: Outputs, *, packing: bool, pad: int = 0) -> Leaks:
     changed[0, -1] += 60
     base = outputs(alone, None)
     later = _share((outputs(changed, None) - base)[:, :-1], base)
-    padded = torch.cat([alone, torch.full((1, 8), pad)], dim=1)
-    padding = _share((outputs(padded, None)[:, :first] - base), base)
+    padded = torch.cat([alone, torch.zeros(1, 8, dtype=alone.dtype)], dim=1)
+    padding = _share(outputs(padded, None)[:, :first] - base, base)
     if not packing:
         return Leaks(later, 0.0, padding)
     base = outputs(whole, _documents())

@@ -140,3 +140,23 @@ def test_a_small_copy_has_room_for_the_rows_that_try_it(cache: Path) -> None:
     """Tables of the model itself may be smaller: 40 words, 20 learned positions."""
     config = transformers.GPT2Config(vocab_size=40, n_positions=20, n_embd=48, n_layer=2, n_head=4)
     assert prove(config, attention="auto", packing=True, seq_len=16) == () and len(list(cache.iterdir())) == 1
+
+
+def test_a_cache_that_cannot_be_used_costs_seconds_and_no_run(tmp_path: Path, cache: Path) -> None:
+    """A file where the folder should be, and an answer that is none."""
+    config = LlamaConfig(**DECODER)
+    cache.write_text("in the way")
+    assert prove(config, attention="auto", packing=True, seq_len=16) == ()
+    cache.unlink()
+    assert prove(config, attention="auto", packing=True, seq_len=16) == ()
+    (kept,) = cache.iterdir()
+    kept.write_text("{")
+    assert prove(config, attention="auto", packing=True, seq_len=16) == ()
+    assert kept.read_text() == "[]"
+
+
+def test_a_refusal_of_our_attention_keeps_its_reason() -> None:
+    class_name, changes = ARCHITECTURES["doge"]
+    config = getattr(transformers, class_name)(**{**DECODER, **changes})
+    with pytest.raises(ConfigError, match="mask of its own"):
+        prove(config, attention="auto", packing=True, seq_len=64)
