@@ -10,7 +10,6 @@ import contextlib
 import copy
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from fsdp_trainer.custom_code import building_arguments, digest_of_code, one_at_
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.model import find_parts, modules_in_fp32
 from fsdp_trainer.rotary import choose_tables_by_document
+from fsdp_trainer.run_folder import write_text_atomically
 from fsdp_trainer.small_copy import shrink
 
 LENGTHS = (24, 17)  # tokens of the two documents: beyond the small copy's windows and chunks of 8
@@ -80,10 +80,7 @@ def prove(
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
         return (f"not tried on a small copy whether tokens see only what came before: {reason}",)
     with contextlib.suppress(OSError):  # a place that cannot be written only costs the next start its seconds
-        place.parent.mkdir(parents=True, exist_ok=True)
-        part = place.with_suffix(f".{os.getpid()}")  # renamed, so that another process reads all of it or none
-        part.write_text(json.dumps(notes), encoding="utf-8")
-        part.replace(place)
+        write_text_atomically(place, json.dumps(notes))
     return notes
 
 
