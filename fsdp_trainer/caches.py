@@ -1,8 +1,13 @@
 """Where this package keeps on a machine what takes time to make again: prepared rows, unpacked models, simulations."""
 
+import contextlib
+import hashlib
+import json
 import os
 import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 
 def cache_folder() -> Path:
@@ -14,3 +19,21 @@ def cache_folder() -> Path:
     except RuntimeError:  # no home: a container's user without an entry
         base = tempfile.gettempdir()
     return Path(base) / "fsdp_trainer"
+
+
+def remembered(kind: str, key: Iterable[str], make: Callable[[], Sequence[Any]]) -> list[Any]:
+    """Return what `make` returned when it was last asked under the same `key`, as JSON has it; it is kept in a file.
+
+    A file that cannot be read is made anew, and a place that cannot be written only costs the next start its seconds.
+    """
+    from fsdp_trainer.run_folder import write_text_atomically
+
+    name = hashlib.sha256(json.dumps(list(key)).encode()).hexdigest()[:32]
+    place = cache_folder() / kind / f"{name}.json"
+    with contextlib.suppress(OSError, ValueError):
+        if isinstance(found := json.loads(place.read_text(encoding="utf-8")), list):
+            return found
+    text = json.dumps(list(make()))
+    with contextlib.suppress(OSError):
+        write_text_atomically(place, text)
+    return json.loads(text)

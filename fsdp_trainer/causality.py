@@ -6,9 +6,7 @@ For every model at its start a later token is changed, and no earlier output may
 changed, and no other's may; and what windows and chunks hide is compared with plain Transformers.
 """
 
-import contextlib
 import copy
-import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,12 +19,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from fsdp_trainer.attention import Documents, choose_attention
-from fsdp_trainer.caches import cache_folder
+from fsdp_trainer.caches import remembered
 from fsdp_trainer.custom_code import building_arguments, digest_of_code, one_at_a_time, read_custom_code
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.model import find_parts, modules_in_fp32
 from fsdp_trainer.rotary import choose_tables_by_document
-from fsdp_trainer.run_folder import write_text_atomically
 from fsdp_trainer.small_copy import shrink
 
 LENGTHS = (24, 17)  # tokens of the two documents: beyond the small copy's windows and chunks of 8
@@ -70,28 +67,23 @@ def prove(
     try:
         words |= {"hidden_beyond": _least_window(hf_config, seq_len), "dtype": dtype}
         small = shrink(hf_config)
-        place = _place(small, words)
-        with contextlib.suppress(OSError, ValueError):  # none yet, or not one of ours
-            return tuple(json.loads(place.read_text(encoding="utf-8")))
-        notes = _try(small, **words)
+        return tuple(remembered("causality", _key(small, words), lambda: _try(small, **words)))
     except ConfigError:
         raise
     except Exception as error:  # whatever it is, it is no statement about the model
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
         return (f"not tried on a small copy whether tokens see only what came before: {reason}",)
-    with contextlib.suppress(OSError):  # a place that cannot be written only costs the next start its seconds
-        write_text_atomically(place, json.dumps(notes))
-    return notes
 
 
-def _place(small: Any, words: dict[str, Any]) -> Path:
+def _key(small: Any, words: dict[str, Any]) -> list[str]:
     here = Path(__file__).parent
-    parts = [json.dumps([small.to_dict(), words], sort_keys=True, default=str)]
+    config = {**small.to_dict(), "_name_or_path": None}
+    parts = [json.dumps([config, words], sort_keys=True, default=str)]
     parts += [torch.__version__, transformers.__version__]
     parts += [(here / f"{name}.py").read_text() for name in ("attention", "causality", "model", "rotary", "small_copy")]
     if words["trust_remote_code"]:
         parts.append(str(digest_of_code(read_custom_code(small))))
-    return cache_folder() / "causality" / f"{hashlib.sha256(''.join(parts).encode()).hexdigest()[:32]}.json"
+    return parts
 
 
 def _try(

@@ -5,9 +5,12 @@ state-space scan, linear attention) carries one document of a packed row into th
 """
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -15,6 +18,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fsdp_trainer.attention import Documents
+from fsdp_trainer.caches import remembered
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.model import ModelParts
 
@@ -80,13 +84,13 @@ def _mixes_tokens(layer: nn.Module) -> bool:
 
 def _attention_windows(model: Any, parts: ModelParts) -> dict[int, list[int | None]]:
     """Return the window of each call of this trainer's attention by decoder layer; nothing where fakes cannot tell."""
-    key = f"{type(model).__qualname__} {model.config.to_json_string(use_diff=False)}"
-    if key not in _found:  # asked before the data are prepared, and when the run is built
-        _found[key] = _find_windows(model, parts)
-    return _found[key]
-
-
-_found: dict[str, dict[int, list[int | None]]] = {}
+    if not type(model).__module__.startswith("transformers."):  # code that may change under the same name
+        return _find_windows(model, parts)
+    config = {**model.config.to_dict(), "_name_or_path": None, "attention": model.config._attn_implementation}
+    key = [type(model).__qualname__, json.dumps(config, sort_keys=True, default=str)]
+    key += [torch.__version__, transformers.__version__]
+    key += [(Path(__file__).parent / f"{name}.py").read_text() for name in ("attention", "decoder_probe", "model")]
+    return dict(remembered("windows", key, lambda: list(_find_windows(model, parts).items())))
 
 
 def _find_windows(model: nn.Module, parts: ModelParts) -> dict[int, list[int | None]]:

@@ -70,7 +70,10 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
         try:
-            log_line(f"{gguf.name}: {_convert(gguf, part)}")
+            from fsdp_trainer.patches import reading_gguf_once
+
+            with reading_gguf_once():
+                log_line(f"{gguf.name}: {_convert(gguf, part)}")
             part.rename(folder)
         except ImportError as error:
             raise ConfigError(
@@ -117,7 +120,7 @@ def _stored_kind(gguf: Path) -> tuple[str, Any]:
     from gguf import GGUFReader
 
     sizes: dict[str, int] = {}
-    for tensor in GGUFReader(gguf).tensors:
+    for tensor in GGUFReader(str(gguf)).tensors:
         if "_exps" in tensor.name:
             raise ValueError("it is a mixture of experts, whose experts are not stored one by one")
         sizes[tensor.tensor_type.name] = sizes.get(tensor.tensor_type.name, 0) + int(tensor.n_bytes)
@@ -133,7 +136,7 @@ def _tensors(gguf: Path, model: Any, config: Any, dtype: Any) -> Iterator[tuple[
     from gguf import GGUFReader, dequantize
     from transformers import modeling_gguf_pytorch_utils as tables
 
-    architecture = tables.read_field(reader := GGUFReader(gguf), "general.architecture")[0]
+    architecture = tables.read_field(reader := GGUFReader(str(gguf)), "general.architecture")[0]
     settings = tables.load_gguf_checkpoint(str(gguf))["config"]
     processor = tables.TENSOR_PROCESSORS.get(architecture, tables.TensorProcessor)(config=settings)
     names = tables.get_gguf_hf_weights_map(model, processor)

@@ -3,6 +3,9 @@
 Each names the upstream reason, the versions it was needed on, and when it can go.
 """
 
+import contextlib
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -55,3 +58,24 @@ def skip_padding_warning(decoder: Any) -> None:
     """
     if hasattr(decoder, "warn_if_padding_and_no_attention_mask"):
         decoder.warn_if_padding_and_no_attention_mask = lambda *_: None
+
+
+@contextlib.contextmanager
+def reading_gguf_once() -> Iterator[None]:
+    """Let Transformers parse a GGUF file once while it is converted, and make each table of names once.
+
+    It opens the file anew for the config, the tokenizer and the weights (2.5 s each for a vocabulary of 49k words),
+    and asks for the names of all tensors once a module (transformers/modeling_gguf_pytorch_utils.py,
+    `load_gguf_checkpoint` and `get_gguf_hf_weights_map`). Needed on transformers 5.24 and before; can go when it keeps
+    them (tests/distributed/test_gguf.py passes without it then).
+    """
+    import gguf
+
+    kept = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    try:
+        for name, function in kept.items():
+            setattr(gguf, name, functools.cache(function))
+        yield
+    finally:
+        for name, function in kept.items():
+            setattr(gguf, name, function)

@@ -13,6 +13,7 @@ from filelock import FileLock
 
 from tests import schedule
 
+schedule.stand_back()
 schedule.keep_to_own_cores()  # before torch is imported: its threads are as many as the cores that it sees then
 
 from tests import models, reference, sweeps, twenty_steps, warm  # noqa: E402
@@ -36,9 +37,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
-    """Give a test that runs alone what it has to itself."""
+    """Give a test that runs as if alone all cores."""
     if schedule.file_of(nodeid) in schedule.SERIAL:
         schedule.use_all_cores()
+    else:
+        schedule.keep_to_own_cores()
 
 
 @pytest.hookimpl(optionalhook=True)

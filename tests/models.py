@@ -34,13 +34,14 @@ TIED = {
     "gpt2_dropout": True,
 }
 KINDS = tuple(TIED)
-N_LAYERS = 4
+N_LAYERS = 2  # most of a tiny run's time goes with them; "llama_deep" has twice as many
 
 
 def model_config(kind: str) -> Any:
     """Return the Transformers config of a tiny model of the named kind."""
     from transformers import Gemma2Config, Gemma3TextConfig, GPT2Config, LlamaConfig, Qwen3Config
 
+    kind, deep = kind.removesuffix("_deep"), kind.endswith("_deep")
     # An initializer range of 0.1: at hidden size 48 the default, 0.02, leaves logits and gradients near zero.
     shared: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
@@ -52,7 +53,7 @@ def model_config(kind: str) -> Any:
     decoder = shared | {
         "hidden_size": 48,
         "intermediate_size": 96,
-        "num_hidden_layers": N_LAYERS,
+        "num_hidden_layers": 2 * N_LAYERS if deep else N_LAYERS,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 12,

@@ -288,7 +288,9 @@ def _raise(ranks: Sequence[_Rank], failed: Sequence[int]) -> None:
         assert answer is not None
         if answer[0] == "raised":
             error, text = answer[1]
-            first = first or error
+            # Whichever is heard first, a rank that only says that another failed has nothing to say itself.
+            if first is None or str(first).startswith("Another rank failed"):
+                first = error or first
         else:
             text = f"died with exit code {answer[1]}"
         texts.append(f"--- rank {index}\n{text}")

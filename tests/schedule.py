@@ -1,9 +1,9 @@
-"""Which test file runs when: the longest first, on two workers, and what measures time or strikes processes alone.
+"""Which test file runs when: what measures time or strikes processes first and as if alone, then the longest.
 
-`./launch.sh test` gives pytest two workers. Each takes whole files; when only the serial ones are left, one worker ends
-and the other runs them, so that they never see another test's load.
+`./launch.sh test` gives pytest two workers. Each takes whole files. The first takes the serial ones, one after the
+other on all cores; the other stands back and has what those leave, which wait half of their time.
 
-Until then each worker, with all that it starts, keeps to its own share of the cores. Ranks that wait for each other in
+Otherwise each worker, with all that it starts, keeps to its own share of the cores. Ranks that wait for each other in
 every collective cost half as much on one core as on two that they share with others: two ranks building a run and
 taking a step needed 1.3 s either way (2026-12-01, torch 2.14.1).
 """
@@ -11,6 +11,7 @@ taking a step needed 1.3 s either way (2026-12-01, torch 2.14.1).
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ SERIAL = {
     "tests/e2e/test_lost_ranks.py",
     "tests/e2e/test_second_signal.py",
     "tests/e2e/test_signals.py",
+    "tests/test_schedule.py",
     "tests/test_warm.py",
     "tests/unit/memory/test_simulation_workers.py",
     "tests/unit/test_hub.py",
@@ -109,19 +111,40 @@ SECONDS: dict[str, int] = {
 
 
 ALL_CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+FIRST = "gw0"
 
 
 def keep_to_own_cores() -> None:
     """Bind this process, where it is one of several workers, to its share of the cores, and with it what it starts."""
     worker, count = os.environ.get("PYTEST_XDIST_WORKER", ""), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if ALL_CORES and worker.startswith("gw") and (own := sorted(ALL_CORES)[int(worker[2:]) % count :: count]):
-        os.sched_setaffinity(0, own)
+        _use_cores(set(own))
 
 
 def use_all_cores() -> None:
-    """Undo `keep_to_own_cores`, for what runs alone."""
-    if ALL_CORES and os.sched_getaffinity(0) != ALL_CORES:
-        os.sched_setaffinity(0, ALL_CORES)
+    """Undo `keep_to_own_cores`, for what runs as if alone."""
+    if ALL_CORES:
+        _use_cores(ALL_CORES)
+
+
+def _use_cores(cores: set[int]) -> None:
+    if os.sched_getaffinity(0) != cores:
+        os.sched_setaffinity(0, cores)
+
+
+def stand_back() -> None:
+    """Leave a core to whoever else wants it, if this process is a worker but not the first, with all that it starts.
+
+    In a session of its own: what another session does Linux weighs against this one as a whole (autogroups, sched(7)),
+    whatever the priorities in it. A loop beside one that stands back had 0.98 of the core (Linux 6.18, 2026-12-01).
+    """
+    from tests import warm_zygote
+
+    if os.environ.get("PYTEST_XDIST_WORKER", FIRST) != FIRST:
+        with suppress(OSError):  # the leader of a session already
+            os.setsid()
+        os.setpriority(os.PRIO_PROCESS, 0, warm_zygote.STANDS_BACK)
+        warm_zygote.weigh_session()
 
 
 def file_of(nodeid: str) -> str:
@@ -130,46 +153,24 @@ def file_of(nodeid: str) -> str:
 
 
 def place(nodeid: str) -> tuple[bool, int]:
-    """Return what tests are sorted by: serial ones last, those of a long file first."""
+    """Return what tests are sorted by: serial ones first, then those of a long file."""
     file = file_of(nodeid)
-    return file in SERIAL, -SECONDS.get(file, 0)
+    return file not in SERIAL, -SECONDS.get(file, 0)
 
 
 class Scheduling(LoadFileScheduling):
-    """xdist's scheduling by file, but for what comes last: the serial files run when every other worker has ended.
+    """xdist's scheduling by file, but only the first of the workers that are left is given serial files.
 
     The files come in the order of the collection, which conftest.py sorts by `place`.
     """
 
-    def _reschedule(self, node: Any) -> None:
-        if not node.shutting_down and self.workqueue and self._only_serial_are_left():
-            if any(not other.shutting_down for other in self.nodes if other is not node):
-                node.shutdown()  # it still runs what it has
-            elif len(self.nodes) == 1:
-                self._assign_all(node)
-            return
-        super()._reschedule(node)
-
-    def _only_serial_are_left(self) -> bool:
-        return all(scope in SERIAL for scope in self.workqueue)
-
-    def _assign_all(self, node: Any) -> None:
-        while self.workqueue:
-            self._assign_work_unit(node)
-        node.shutdown()  # no more comes: it need not wait for a next test
-
-    def remove_node(self, node: Any) -> str | None:
-        """Forget a worker that has ended; the last one then goes on with the serial files."""
-        crashed = super().remove_node(node)
-        for other in self.nodes:
-            if self.workqueue:
-                self._reschedule(other)
-        return crashed
-
     def _assign_work_unit(self, node: Any) -> None:
-        # The first units are dealt out without a question; where all of them are serial, one worker has them.
-        if self._only_serial_are_left() and len(self.nodes) > 1:
-            return
+        if node is not min(self.nodes, key=lambda other: other.gateway.id):
+            others = (scope for scope in self.workqueue if scope not in SERIAL)
+            if (scope := next(others, None)) is None:
+                node.shutdown()  # it still runs what it has
+                return
+            self.workqueue.move_to_end(scope, last=False)
         super()._assign_work_unit(node)
 
 

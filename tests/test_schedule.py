@@ -1,8 +1,9 @@
-"""What runs alone runs last, on one worker, whatever else was asked for."""
+"""What runs as if alone runs first, on one worker, whatever else was asked for; the other leaves it the cores."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import schedule
+from tests.warm import REPOSITORY
 
 CONFTEST = """
 import json, os, time
@@ -36,25 +38,76 @@ OTHERS = [f"tests/test_{letter}.py" for letter in "abc"]
 
 
 @pytest.mark.parametrize("files", [[*SERIAL, *OTHERS], SERIAL, OTHERS, SERIAL[:1], [*SERIAL[:1], OTHERS[0]]], ids=len)
-def test_serial_files_run_alone_at_the_end(files: list[str], tmp_path: Path) -> None:
+def test_serial_files_run_first_on_one_worker(files: list[str], tmp_path: Path) -> None:
     for name in files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(TESTS)
     (tmp_path / "conftest.py").write_text(CONFTEST)
     shutil.copy(schedule.__file__, tmp_path)
-    command = [sys.executable, "-m", "pytest", "-n", "2", "-q", "--rootdir=.", "-p", "no:cacheprovider", *files]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "xdist",
+        "-n",
+        "2",
+        "-q",
+        "--rootdir=.",
+        "-p",
+        "no:cacheprovider",
+        *files,
+    ]
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert f"{3 * len(files)} passed" in ended.stdout
     ran = [json.loads(line) for line in (tmp_path / "ran.jsonl").read_text().splitlines()]
     serial = [row for row in ran if schedule.file_of(row[3]) in schedule.SERIAL]
     others = [row for row in ran if row not in serial]
     assert len({worker for _, _, worker, _ in serial}) <= 1
-    assert not serial or max((end for _, end, _, _ in others), default=0.0) <= min(start for start, *_ in serial)
+    if len(ran) > len(serial) > 0:
+        assert {worker for _, _, worker, _ in serial} == {"gw0"}
+        first = [row[3] for row in sorted(ran) if row[2] == "gw0"]
+        assert first[: len(serial)] == [row[3] for row in sorted(serial)], "none before them, none between"
     if len({schedule.file_of(row[3]) for row in others}) > 1:
-        assert len({worker for _, _, worker, _ in others}) == 2
+        assert len({worker for _, _, worker, _ in ran}) == 2
+
+
+LOOP = """
+import os, sys, time
+
+os.environ["PYTEST_XDIST_WORKER"] = sys.argv[1]
+from tests import schedule
+
+os.sched_setaffinity(0, {min(schedule.ALL_CORES)})
+schedule.stand_back()
+begin, used = time.monotonic(), time.process_time()
+while time.monotonic() < begin + 1.0:
+    pass
+print(time.process_time() - used, flush=True)
+os._exit(0)  # there may be little time to end in
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="this system weighs no sessions")
+def test_a_worker_that_stands_back_takes_no_time() -> None:
+    """Also from what runs in a session of its own, as launched ranks do."""
+    loops = [
+        subprocess.Popen(
+            [sys.executable, "-c", LOOP, worker],
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=worker == schedule.FIRST,
+        )
+        for worker in (schedule.FIRST, "gw1")
+    ]
+    first, second = (float(loop.communicate(timeout=60)[0]) for loop in loops)
+    assert second < 0.2 * first
 
 
 def test_what_is_listed_is_there() -> None:
-    root = Path(__file__).parents[1]
-    assert [name for name in {*schedule.SERIAL, *schedule.SECONDS} if not (root / name).is_file()] == []
+    assert [name for name in {*schedule.SERIAL, *schedule.SECONDS} if not (REPOSITORY / name).is_file()] == []

@@ -33,6 +33,8 @@ _CLONE_PARENT = 0x00008000
 _PR_SET_NAME, _PR_SET_MM = 15, 35
 _PR_SET_MM_MAP = 14
 
+STANDS_BACK = 19  # the priority of what leaves a core to whoever else wants it
+
 Execution = tuple[Any, dict[str, Any]]  # code, and the module it runs in
 
 
@@ -162,6 +164,7 @@ def _become(job: Job, received: list[int], environment: dict[str, str]) -> Execu
     unready = _move_up(unready)
     if job.new_session:
         os.setsid()
+        weigh_session()
     elif job.process_group >= 0:
         os.setpgid(0, job.process_group)
     else:
@@ -194,6 +197,13 @@ def _become(job: Job, received: list[int], environment: dict[str, str]) -> Execu
     execution = load(job)
     os.close(unready)
     return execution
+
+
+def weigh_session() -> None:
+    """Let the session of a process that stands back stand back as a whole (schedule.py)."""
+    if os.getpriority(os.PRIO_PROCESS, 0) == STANDS_BACK:
+        with suppress(OSError), open("/proc/self/autogroup", "w", encoding="ascii") as file:
+            file.write(str(STANDS_BACK))
 
 
 def _move_up(descriptor: int) -> int:

@@ -177,6 +177,7 @@ ELASTIC = {
     "4_to_whole_2": (4, 2, {}, {"zero_stage": 0}),
 }
 SAVED, TOTAL = 4, 24
+MATRICES = 3 * models.N_LAYERS + 1  # those of the MLPs, and the head
 
 
 Saved = Callable[[int, dict[str, Any]], tuple[Path, dict[str, Any]]]
@@ -212,16 +213,16 @@ def test_resume_over_other_ranks_goes_on_with_the_same_moments(
     run = elastic_settings(model_folder("llama"), tmp_path, after, now)
     resumed = run_ranks(eight_bit_runs.resume, after, run, str(folder), TOTAL)[0]
     assert resumed["losses"] == pytest.approx(straight["losses"], rel=1e-3)
-    assert sum("8-bit moments of 13 tensors in" in note for note in resumed["notes"]) == 1
+    assert sum(f"8-bit moments of {MATRICES} tensors in" in note for note in resumed["notes"]) == 1
     saved = straight["moments"]
-    assert saved.keys() == resumed["moments"].keys() and len(saved) == 2 * 13
+    assert saved.keys() == resumed["moments"].keys() and len(saved) == 2 * MATRICES
     kept = 0
     for name, values in saved.items():
         error = (resumed["moments"][name] - values).abs().max() / values.abs().max()
         assert error <= 0.008, name
         kept += int(error == 0)
     # A shard of an MLP's matrix is whole blocks over one, two or three ranks, of the head over one or two.
-    assert kept >= {"2_to_3": 24, "1_to_2": 26, "2_to_1": 26}.get(way, 0)
+    assert kept >= {"2_to_3": 2 * (MATRICES - 1), "1_to_2": 2 * MATRICES, "2_to_1": 2 * MATRICES}.get(way, 0)
 
 
 def test_tensors_shorter_than_the_ranks_come_back_bitwise(tmp_path: Path) -> None:

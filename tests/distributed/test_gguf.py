@@ -69,10 +69,10 @@ def write_gguf(folder: str, file: str, change: str = "") -> str:
             if part in name:
                 halves = values.reshape(heads, 2, values.shape[0] // heads // 2, values.shape[1])
                 values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
-        if change == "a tensor is missing" and "layers.2.mlp.up_proj" in name:
+        if change == "a tensor is missing" and "layers.1.mlp.up_proj" in name:
             continue
-        if change == "experts" and "layers.2.mlp.up_proj" in name:
-            writer.add_tensor("blk.2.ffn_up_exps.weight", values)
+        if change == "experts" and "layers.1.mlp.up_proj" in name:
+            writer.add_tensor("blk.1.ffn_up_exps.weight", values)
             continue
         if change == "f16" and values.ndim == 2:
             values = values.astype(np.float16)
@@ -112,6 +112,29 @@ def convert(path: str) -> str:
     from fsdp_trainer.gguf_model import local_model
 
     return local_model(path)
+
+
+def count_readings(path: str) -> int:
+    import gguf
+
+    from fsdp_trainer.gguf_model import local_model
+
+    made: list[None] = []
+    plain_init = gguf.GGUFReader.__init__
+
+    def init(self: gguf.GGUFReader, *args: object) -> None:
+        made.append(None)
+        plain_init(self, *args)  # type: ignore[arg-type]
+
+    gguf.GGUFReader.__init__ = init  # type: ignore[method-assign]
+    local_model(path)
+    return len(made)
+
+
+def test_the_file_is_read_once(model_folder: Folder, tmp_path: Path, cache: dict[str, str]) -> None:
+    """Each reading takes seconds where the vocabulary is large."""
+    file = run_ranks(write_gguf, 1, model_folder("llama"), str(tmp_path / "tiny.gguf"))[0]
+    assert run_ranks(count_readings, 1, file, environment=cache) == [1]
 
 
 @pytest.mark.parametrize("change", ["magic", "version", "counts", "header", "data", "a tensor is missing", "experts"])

@@ -22,7 +22,11 @@ from tests.training_runs import settings
 
 Folder = Callable[[str], str]
 EIGHT_BIT = {"optim": {"name": "adamw_8bit"}, "batch": {"global_batch_size": 12, "micro_batch_size": 1}}
-MLP = {f"model.layers.{layer}.mlp.{part}_proj.weight" for layer in range(4) for part in ("gate", "up", "down")}
+MLP = {
+    f"model.layers.{layer}.mlp.{part}_proj.weight"
+    for layer in range(models.N_LAYERS)
+    for part in ("gate", "up", "down")
+}
 
 
 def eight_bit(model: str, folder: Path, **sections: Any) -> dict[str, Any]:

@@ -156,7 +156,7 @@ def test_whole_layers_are_recomputed(kind: str, model_folder: Folder, tmp_path: 
     assert all(len(layers) == models.N_LAYERS for layers in totals.values())
     assert all(total > 5 * hidden for total in totals["none"])
     assert all(total < 2 * hidden for total in totals["full"])
-    assert [total < 2 * hidden for total in totals["every2"]] == [True, False, True, False]
+    assert [total < 2 * hidden for total in totals["every2"]] == [True, False] * (models.N_LAYERS // 2)
 
 
 def step_with_cache_asked_for(run_settings: dict[str, Any], documents: list[list[models.Document]]) -> dict[str, Any]:

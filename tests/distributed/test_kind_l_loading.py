@@ -364,7 +364,7 @@ def test_40_names_of_other_trainers_wrappers_are_read(
 
 def test_40_wrapped_names_that_do_not_fit_are_refused_for_what_is_wrong(model_folder: Folder, tmp_path: Path) -> None:
     folder = copy_of(model_folder("llama"), tmp_path / "model")
-    missing = "model.layers.2.mlp.up_proj.weight"
+    missing = "model.layers.1.mlp.up_proj.weight"
     rewrite(folder, lambda tensors: {f"module.{name}": value for name, value in tensors.items() if name != missing})
     with pytest.raises(CheckpointError) as caught:
         run_on_kept_ranks(loaded, 2, settings_for(str(folder), tmp_path))

@@ -129,7 +129,7 @@ def test_live_gradients_are_never_more_than_two_units(
     found = {}
     for offload in ("none", "optimizer"):
         run = training_runs.settings(
-            model_folder("llama"),
+            model_folder("llama_deep"),
             "unused.jsonl",
             tmp_path,
             sharding={"zero_stage": 3, "offload": offload, **sharding},

@@ -77,7 +77,7 @@ def resave(source: str, target: Path, change: str) -> str:
         case "bare decoder":
             tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
         case "missing":
-            del tensors["model.layers.2.mlp.up_proj.weight"]
+            del tensors["model.layers.1.mlp.up_proj.weight"]
         case "unexpected":
             tensors["model.layers.9.mlp.up_proj.weight"] = torch.zeros(3)
         case "shape":
@@ -114,7 +114,7 @@ def test_other_folders(kind: str, change: str, model_folder: Folder, tmp_path: P
 @pytest.mark.parametrize(
     ("change", "error", "named"),
     [
-        ("missing", CheckpointError, "model.layers.2.mlp.up_proj.weight"),
+        ("missing", CheckpointError, "model.layers.1.mlp.up_proj.weight"),
         ("unexpected", CheckpointError, "model.layers.9.mlp.up_proj.weight"),
         ("shape", CheckpointError, "model.norm.weight"),
         ("no safetensors", CheckpointError, "model.safetensors"),

@@ -277,7 +277,8 @@ def test_best_checkpoint_is_kept_beside_the_latest_and_over_a_resume(model_folde
 
 
 def test_an_evaluation_that_a_signal_delayed_still_counts(model_folder: ModelFolder, tmp_path: Path) -> None:
-    settings = tiny(model_folder("llama"), tmp_path, checkpoint={"keep_best": True})
+    learnt = {"eval": str(tmp_path / "train.jsonl")}  # its loss falls from the first step on
+    settings = tiny(model_folder("llama"), tmp_path, checkpoint={"keep_best": True}, data=learnt)
     fault = fault_runs.Fault(fault_runs.signal.SIGTERM, (0,), call=3)
     assert fault_runs.run(settings, 2, fault) == [75, 75]
     assert kept_and_best(tmp_path / "run")[1]["step"] < 3

@@ -137,7 +137,7 @@ def test_train_plan_auto_plans_for_the_ranks_it_gets(written: list[str], questio
     ended = run_command([executable("fsdp-trainer"), *words], cwd=folder)
     assert ended.returncode == 0
     (line,) = [line for line in ended.stdout.splitlines() if line.startswith("planned for 2xCPU: stage 3")]
-    assert "MiB allocated" in line
+    assert "KiB allocated" in line
     output = folder / "auto"
     assert read_status(output)["state"] == "finished"
     ran, planned = prediction(output / "plan.json"), prediction(folder / "out" / "plan.json")
