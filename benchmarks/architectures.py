@@ -118,8 +118,12 @@ def our_step(folder: str, precision: str, attention: str, packed: bool) -> tuple
     return output.loss.item(), {name: tensor.float() for name, tensor in gradients.items()}
 
 
-def compare(precision: str, ours: Any, plain: Any) -> tuple[str, str]:
-    """Return works, differs, refused or no measure, and a word on it."""
+def compare(precision: str, ours: Any, plain: Any, truth: Any) -> tuple[str, str]:
+    """Return works, differs, refused or no measure, and a word on it.
+
+    A gradient may be as far from plain Transformers' in bf16 as that is from its own in fp32, the `truth`: two kernels
+    of attention are further apart there (11.7 % of the largest gradient in Gemma 3n).
+    """
     if isinstance(ours, str):
         return "refused", ours
     if isinstance(plain, str):
@@ -128,10 +132,14 @@ def compare(precision: str, ours: Any, plain: Any) -> tuple[str, str]:
     if missing := sorted(expected.keys() ^ gradients.keys()):
         return "differs", f"gradients of one side only: {', '.join(missing[:3])}"
     largest = max(tensor.norm() for tensor in expected.values())
-    errors = {name: float((gradients[name] - tensor).norm() / largest) for name, tensor in expected.items()}
-    worst = max(errors, key=lambda name: errors[name] if math.isfinite(errors[name]) else math.inf)
     loss_limit, limit = TOLERANCES[precision]
-    fits = abs(loss - expected_loss) < loss_limit * expected_loss and errors[worst] < limit
+    exact = expected if isinstance(truth, str) else truth[1]
+    errors, excess = {}, {}
+    for name, tensor in expected.items():
+        errors[name] = float((gradients[name] - tensor).norm() / largest)
+        excess[name] = errors[name] - max(limit, float((exact[name] - tensor).norm() / largest))
+    worst = max(excess, key=lambda name: excess[name] if math.isfinite(excess[name]) else math.inf)
+    fits = abs(loss - expected_loss) < loss_limit * expected_loss and excess[worst] < 0
     return "works" if fits else "differs", f"loss {loss:.5f} for {expected_loss:.5f}, {worst} {errors[worst]:.1e}"
 
 
@@ -147,7 +155,7 @@ def try_type(name: str, folder: str) -> dict[tuple[str, str, bool], tuple[str, s
             if measure not in plain:
                 plain[measure] = run_plainly(plain_step, folder, *measure)[0]
             ours = run_on_kept_ranks(our_step, 1, folder, precision, attention, packed, timeout=90)[0]
-            found[way] = compare(precision, ours, plain[measure])
+            found[way] = compare(precision, ours, plain[measure], plain["fp32", "eager"])
         except Exception as error:  # a raw traceback is what this looks for
             said = f"{type(error).__name__}: {error}"
             found[way] = "crashes", said.splitlines()[-1] if isinstance(error, RankFailed) else said

@@ -59,7 +59,7 @@ def measure(folder: str, file: Path, scratch: str, *, seconds: float) -> dict[st
     rows = load_training_data(config, is_writer=True, show=False).train
     run = build_run(config, build_runtime())
     shared: dict[str, Any] = {"rank": 0, "world_size": 1, "seed": 0, "shuffle": True, "seq_len": SEQ_LEN}
-    shared |= {"packing": True, "pad_token_id": 0, "micro_batch_size": 1}
+    shared |= {"packing": True, "micro_batch_size": 1}
     loader = iterate_windows(rows, start=0, stop=rows.n_rows, global_batch_size=ROWS_A_STEP, **shared)
     found: dict[str, list[float]] = {"ready": [], "loaded": [], "wait": [], "large": []}
     until = math.inf

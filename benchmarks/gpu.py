@@ -118,7 +118,6 @@ def make_windows(config: Any, steps: int) -> list[Any]:
             shuffle=False,
             seq_len=length,
             packing=config.data.packing,
-            pad_token_id=0,
         )
 
     return [window() for _ in range(steps)]

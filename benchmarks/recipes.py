@@ -111,7 +111,7 @@ def train(run_settings: dict[str, Any], steps: int) -> dict[str, Any]:
     assert data.evaluation is not None
     return {
         "losses": losses,
-        "held_out": evaluate(run, data.evaluation, pad_token_id=data.pad_token_id),
+        "held_out": evaluate(run, data.evaluation),
         "seconds": seconds,
         "live": live,
         "parameters": sum(parameter.numel() for parameter in run.model.parameters()),

@@ -104,7 +104,6 @@ def our_job(folder: str, case: str, precision: str, steps: int) -> Iterator[Any]
             shuffle=True,
             seq_len=SEQ_LEN,
             packing=case == "packed",
-            pad_token_id=0,
         )
         loss = train_step(run, window, learning_rate=1e-5, optimizer_step=step).loss.item()
         yield time.perf_counter() - started, loss

@@ -13,7 +13,7 @@ from fsdp_trainer.signals import StopRequest
 from fsdp_trainer.step import eval_step
 
 
-def evaluate(run: Run, rows: Rows, *, pad_token_id: int, stop: StopRequest | None = None) -> float | None:
+def evaluate(run: Run, rows: Rows, *, stop: StopRequest | None = None) -> float | None:
     """Return the mean loss over all supervised tokens of `rows`, the same for every world size and micro-batch.
 
     None when a signal arrived meanwhile. Weights are resharded afterwards.
@@ -26,7 +26,6 @@ def evaluate(run: Run, rows: Rows, *, pad_token_id: int, stop: StopRequest | Non
         world_size=runtime.world_size,
         seq_len=config.data.seq_len,
         packing=config.data.packing,
-        pad_token_id=pad_token_id,
     )
     total = torch.zeros((), dtype=torch.float64, device=runtime.device)
     tokens = 0

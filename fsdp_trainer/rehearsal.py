@@ -115,7 +115,6 @@ def longest_window(rows: Rows, run: Run, data: TrainingData) -> Window:
         world_size=world_size,
         seq_len=config.data.seq_len,
         packing=config.data.packing,
-        pad_token_id=data.pad_token_id,
         epoch=0,
     )
 

@@ -309,7 +309,7 @@ def _evaluate(run: Run, session: _Session, progress: Progress) -> None:
     if rows is None:
         return
     started = time.perf_counter()
-    loss = evaluate(run, rows, pad_token_id=session.data.pad_token_id, stop=session.stop)
+    loss = evaluate(run, rows, stop=session.stop)
     if loss is None:
         _stop(run, session, progress)
     seconds = time.perf_counter() - started

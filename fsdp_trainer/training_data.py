@@ -45,7 +45,6 @@ class TrainingData:
     reports: tuple[tuple[str, DataReport], ...]
     tokenizer: Any
     generation_config: Any
-    pad_token_id: int
     steps_per_epoch: int | None  # None: a stream, whose length nobody knows
     digest: str
     code: str | None
@@ -126,7 +125,6 @@ def load_training_data(
         reports=tuple((_report_name(name, stream), report) for name, (_, report) in prepared.items()),
         tokenizer=tokenizer,
         generation_config=generation_config,
-        pad_token_id=_pad_token_id(tokenizer, vocab_size=vocab_size),
         steps_per_epoch=None if stream else steps_per_epoch(train.n_rows, global_batch_size=batch),
         digest=stream_digest(stream, first=identify_rows(train)) if stream else identify_rows(train),
         code=digest_of_code(read_custom_code(hf_config)) if config.model.trust_remote_code else None,
@@ -151,7 +149,6 @@ def training_windows(
             micro_batch_size=config.batch.micro_batch_size,
             rank=rank,
             world_size=world_size,
-            pad_token_id=data.pad_token_id,
         )
     return iterate_windows(
         data.train,
@@ -165,7 +162,6 @@ def training_windows(
         shuffle=config.data.shuffle,
         seq_len=config.data.seq_len,
         packing=config.data.packing,
-        pad_token_id=data.pad_token_id,
     )
 
 
@@ -199,17 +195,6 @@ def _stop_ids(generation_config: GenerationConfig | None, hf_config: Any) -> tup
         if found is not None:
             return tuple(found) if isinstance(found, list | tuple) else (found,)
     return ()
-
-
-def _pad_token_id(tokenizer: Any, *, vocab_size: int) -> int:
-    """Padding is masked by position, never by id, so any id of the embedding table will do.
-
-    A pad token that was added to the tokenizer alone has none there.
-    """
-    for candidate in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if candidate is not None and candidate < vocab_size:
-            return candidate
-    return 0
 
 
 def identify_rows(rows: Rows) -> str:

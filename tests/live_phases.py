@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests import models, step_runs
+from tests import step_runs
 
 
 def _holders(tensor: Any) -> int:
@@ -201,7 +201,6 @@ def simulated(run_settings: dict[str, Any], steps: Sequence[Sequence[Any]], worl
             shuffle=False,
             seq_len=config.data.seq_len,
             packing=config.data.packing,
-            pad_token_id=models.PAD,
         )
         for documents in steps
     ]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from tests.models import PAD, Document
+from tests.models import Document
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +61,6 @@ def window_of(run: Run, rows: Sequence[Row], *, step: int = 0) -> Window:
         shuffle=False,
         seq_len=config.data.seq_len,
         packing=config.data.packing,
-        pad_token_id=PAD,
     )
 
 

@@ -101,7 +101,6 @@ def documents_by_step(run_settings: dict[str, Any], steps: int) -> list[list[Doc
             shuffle=config.data.shuffle,
             seq_len=config.data.seq_len,
             packing=config.data.packing,
-            pad_token_id=tokenizer.pad_token_id,
         )
         plan.append([document for index in window.row_indices for document in row_documents(rows, index)])
     return plan

@@ -64,7 +64,6 @@ def build_window(
     shuffle: bool,
     seq_len: int,
     packing: bool,
-    pad_token_id: int,
 ) -> Window:
     """Build what `rank` feeds in 0-based optimizer step `step`; a pure function of its arguments."""
     assert rows.n_rows > 0, "prepare_rows refuses an empty data set"
@@ -79,7 +78,6 @@ def build_window(
         world_size=world_size,
         seq_len=seq_len,
         packing=packing,
-        pad_token_id=pad_token_id,
         epoch=epoch,
     )
 
@@ -93,7 +91,6 @@ def window_of_rows(
     world_size: int,
     seq_len: int,
     packing: bool,
-    pad_token_id: int,
     epoch: int,
 ) -> Window:
     """Build what `rank` feeds of a window of the given rows."""
@@ -101,10 +98,7 @@ def window_of_rows(
     by_length = indices[np.argsort(-lengths, kind="stable")]
     dealt = deal_rows(by_length, micro_batch_size=micro_batch_size, rank=rank, world_size=world_size)
     return Window(
-        micro_batches=tuple(
-            build_micro_batch(rows, share, seq_len=seq_len, packing=packing, pad_token_id=pad_token_id)
-            for share in dealt
-        ),
+        micro_batches=tuple(build_micro_batch(rows, share, seq_len=seq_len, packing=packing) for share in dealt),
         supervised_tokens=int(rows.supervised_in(indices).sum()),
         tokens=int(lengths.sum()),
         epoch=epoch,
@@ -123,9 +117,10 @@ def deal_rows(by_length: np.ndarray, *, micro_batch_size: int, rank: int, world_
     return [shares[index * world_size + (rank if index % 2 == 0 else world_size - 1 - rank)] for index in range(count)]
 
 
-def build_micro_batch(rows: Rows, indices: np.ndarray, *, seq_len: int, packing: bool, pad_token_id: int) -> MicroBatch:
+def build_micro_batch(rows: Rows, indices: np.ndarray, *, seq_len: int, packing: bool) -> MicroBatch:
     """Lay the given rows out as padded tensors; no rows give one row of padding without targets.
 
+    Padding repeats the last token of its row: a pad token may embed to zeros, of which a root has no finite gradient.
     Packed rows are padded to seq_len, others to the longest row rounded up to a multiple of 8 (at most seq_len).
     """
     borders = [rows.documents_of(int(index)) for index in indices]
@@ -135,7 +130,7 @@ def build_micro_batch(rows: Rows, indices: np.ndarray, *, seq_len: int, packing:
     one_document_rows = all(len(border) == 2 for border in borders)
 
     shape = (max(1, len(borders)), width)
-    input_ids = np.full(shape, pad_token_id, dtype=np.int64)
+    input_ids = np.full(shape, rows.tokens[0], dtype=np.int64)
     position_ids = np.zeros(shape, dtype=np.int64)
     document_ids = np.zeros(shape, dtype=np.int32)
     targets_here = np.zeros(shape, dtype=bool)
@@ -145,6 +140,7 @@ def build_micro_batch(rows: Rows, indices: np.ndarray, *, seq_len: int, packing:
     for row, border in enumerate(borders):
         lengths[row] = length = int(border[-1] - border[0])
         input_ids[row, :length] = rows.tokens[border[0] : border[-1]]
+        input_ids[row, length:] = input_ids[row, length - 1]
         targets_here[row, : length - 1] = rows.supervised[border[0] + 1 : border[-1]]
         position_ids[row, :length] = np.arange(length) - np.repeat(border[:-1] - border[0], np.diff(border))
         if one_document_rows:
@@ -179,7 +175,6 @@ def iterate_windows(
     shuffle: bool,
     seq_len: int,
     packing: bool,
-    pad_token_id: int,
     prefetch: int = 2,
 ) -> Generator[Window, None, None]:
     """Yield the windows of steps start..stop-1, built `prefetch` ahead in a thread that ends with the generator."""
@@ -197,7 +192,6 @@ def iterate_windows(
                 shuffle=shuffle,
                 seq_len=seq_len,
                 packing=packing,
-                pad_token_id=pad_token_id,
             )
 
     return prefetched(windows(), depth=prefetch)
@@ -211,7 +205,6 @@ def evaluation_windows(
     world_size: int,
     seq_len: int,
     packing: bool,
-    pad_token_id: int,
     prefetch: int = 2,
 ) -> Generator[Window, None, None]:
     """Yield windows of one micro-batch a rank that hold every row once, in order; the last may be short."""
@@ -228,7 +221,6 @@ def evaluation_windows(
         shuffle=False,
         seq_len=seq_len,
         packing=packing,
-        pad_token_id=pad_token_id,
         prefetch=prefetch,
     )
 

@@ -133,7 +133,6 @@ def stream_windows(
     micro_batch_size: int,
     rank: int,
     world_size: int,
-    pad_token_id: int,
     prefetch: int = 2,
 ) -> Generator[Window, None, None]:
     """Yield the windows of steps start..stop-1; `resume_at` is what the window before `start` carried, None at 0.
@@ -166,7 +165,6 @@ def stream_windows(
                     world_size=world_size,
                     seq_len=stream.data.seq_len,
                     packing=stream.data.packing,
-                    pad_token_id=pad_token_id,
                     epoch=min(cursor.epoch for cursor in cursors),
                 )
                 yield replace(

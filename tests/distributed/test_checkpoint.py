@@ -132,7 +132,6 @@ def save_narrow_model(folder: str) -> str:
         num_key_value_heads=1,
         head_dim=2,
         max_position_embeddings=64,
-        pad_token_id=0,
         eos_token_id=1,
         bos_token_id=None,
     )

@@ -101,7 +101,7 @@ def test_loads_what_the_folder_held(change: str, model_folder: Folder, tmp_path:
                 rounded = expected[name].half().float() if change and tensor.ndim == 2 else expected[name]
                 if not (change and tensor.ndim == 1):
                     assert tensor.equal(rounded), name
-    folders = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    folders = list((tmp_path / "cache").glob("tiny-*[!k]"))
     assert len(folders) == 1 and re.fullmatch(r"tiny-[0-9a-f]{16}", folders[0].name)
     assert (folders[0] / "tokenizer.json").exists()
     (tmp_path / "as others").touch()

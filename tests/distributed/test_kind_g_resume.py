@@ -121,7 +121,7 @@ def first_loss(run_settings: dict[str, Any], rows: list[Any]) -> tuple[float, st
     from fsdp_trainer.training import evaluate
 
     run = step_runs.build(run_settings)
-    loss = evaluate(run, step_runs.make_rows(rows), pad_token_id=models.PAD)
+    loss = evaluate(run, step_runs.make_rows(rows))
     assert loss is not None
     return loss, next(fact for fact in run.facts if fact.startswith("model "))
 

@@ -111,7 +111,6 @@ def longest_and_steps(made: dict[str, Any]) -> tuple[int, list[int]]:
             shuffle=True,
             seq_len=config.data.seq_len,
             packing=False,
-            pad_token_id=data.pad_token_id,
         )
         for step in range(10)
     ]

@@ -53,11 +53,10 @@ def router_gradients(folder: str, settings: dict[str, Any], world_size: int) -> 
             shuffle=False,
             seq_len=settings["data"]["seq_len"],
             packing=settings["data"]["packing"],
-            pad_token_id=models.PAD,
         )
         for batch in window.micro_batches:
-            lengths = (batch.input_ids != models.PAD).sum(1)
-            mask = (torch.arange(batch.input_ids.shape[1])[None] < lengths[:, None]).long()
+            assert batch.lengths is not None
+            mask = (torch.arange(batch.input_ids.shape[1])[None] < batch.lengths[:, None]).long()
             out = model(input_ids=batch.input_ids, attention_mask=mask, output_router_logits=True)
             share = len(batch.targets) / window.supervised_tokens
             (COEFFICIENT * share * out.aux_loss).backward()
@@ -85,7 +84,7 @@ def evaluated(settings: dict[str, Any]) -> float:
     from fsdp_trainer.training import evaluate
 
     run = step_runs.build(settings)
-    value = evaluate(run, step_runs.make_rows(rows_of()), pad_token_id=models.PAD)
+    value = evaluate(run, step_runs.make_rows(rows_of()))
     assert value is not None
     return value
 

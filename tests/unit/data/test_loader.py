@@ -5,6 +5,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,8 +20,6 @@ from fsdp_trainer.data.loader import (
 )
 from fsdp_trainer.data.rows import Rows, load_rows, save_rows
 from fsdp_trainer.errors import DataError
-
-PAD = 0
 
 
 def make_rows(row_documents: list[list[int]], *, seed: int = 0) -> Rows:
@@ -38,7 +37,7 @@ def make_rows(row_documents: list[list[int]], *, seed: int = 0) -> Rows:
 
 
 def windows(rows: Rows, *, step: int = 0, world: int = 1, micro: int = 1, batch: int = 4, **settings) -> list[Window]:
-    defaults = {"seed": 0, "shuffle": True, "seq_len": 32, "packing": False, "pad_token_id": PAD}
+    defaults = {"seed": 0, "shuffle": True, "seq_len": 32, "packing": False}
     return [
         build_window(
             rows,
@@ -84,12 +83,21 @@ def test_a_step_sees_the_same_whatever_the_world_and_the_micro_batch(rows, seed,
                 token
                 for window in ranks
                 for batch in window.micro_batches
-                for token in batch.input_ids.reshape(-1).tolist()
-                if token != PAD
+                for token in batch.input_ids[real(batch)].tolist()
             )
             assert len(fed) == ranks[0].tokens
             seen.append((ranks[0].row_indices, targets, fed))
     assert all(entry == seen[0] for entry in seen)
+
+
+def real(batch: MicroBatch) -> torch.Tensor:
+    """Which tokens are no padding."""
+    return torch.arange(batch.input_ids.shape[1])[None] < lengths_of(batch)[:, None]
+
+
+def lengths_of(batch: MicroBatch) -> torch.Tensor:
+    assert batch.lengths is not None
+    return batch.lengths
 
 
 @settings(deadline=None)
@@ -110,9 +118,8 @@ def naive_micro_batch(rows: Rows, batch: MicroBatch) -> tuple[list[int], list[in
     document_of = np.repeat(np.arange(rows.n_documents), np.diff(rows.document_starts))
     positions, documents, supervised, targets = [], [], [], []
     flat = batch.input_ids.reshape(-1).tolist()
-    for at, token in enumerate(flat):
-        if token == PAD:
-            continue
+    for at in real(batch).reshape(-1).nonzero().reshape(-1).tolist():
+        token = flat[at]
         index = token - 1  # the tokens of make_rows
         positions.append(index - int(rows.document_starts[document_of[index]]))
         documents.append(int(document_of[index]))
@@ -133,9 +140,10 @@ def test_tensors_equal_a_loop_over_tokens(rows, packing, micro):
     for window in windows(rows, world=2, micro=micro, batch=8, packing=packing):
         for batch in window.micro_batches:
             positions, documents, supervised, targets = naive_micro_batch(rows, batch)
-            real = batch.input_ids.reshape(-1) != PAD
-            assert batch.position_ids.reshape(-1)[real].tolist() == positions
-            assert not batch.position_ids.reshape(-1)[~real].any()
+            assert batch.position_ids[real(batch)].tolist() == positions
+            assert not batch.position_ids[~real(batch)].any()
+            for row, length in enumerate(lengths_of(batch).tolist()):
+                assert set(batch.input_ids[row, length:].tolist()) <= {int(batch.input_ids[row, length - 1])}
             assert batch.supervised_positions.tolist() == supervised
             assert batch.targets.tolist() == targets
             if packing:
@@ -146,15 +154,14 @@ def test_tensors_equal_a_loop_over_tokens(rows, packing, micro):
 
 
 def check_document_ids(batch: MicroBatch, documents: list[int]) -> None:
-    real = batch.input_ids != PAD
     if batch.document_ids is None:
-        rows_of_real = np.nonzero(real.numpy())[0].tolist()
+        rows_of_real = np.nonzero(real(batch).numpy())[0].tolist()
         assert len(set(documents)) == len(set(zip(documents, rows_of_real, strict=True))) == len(set(rows_of_real))
         return
-    ids = batch.document_ids[real].tolist()
+    ids = batch.document_ids[real(batch)].tolist()
     assert len(set(ids)) == len(set(documents)) == len(set(zip(ids, documents, strict=True)))
-    for row in range(len(real)):
-        padding = set(batch.document_ids[row][~real[row]].tolist())
+    for row, length in enumerate(lengths_of(batch).tolist()):
+        padding = set(batch.document_ids[row][length:].tolist())
         assert len(padding) <= 1
         assert not padding & set(ids)
 
@@ -164,7 +171,7 @@ def test_ranks_without_rows_get_padding_and_no_target():
     assert [len(window.micro_batches) for window in ranks] == [1, 1, 1, 1]
     for window in ranks[2:]:
         (batch,) = window.micro_batches
-        assert (batch.input_ids == PAD).all()
+        assert not real(batch).any()
         assert batch.supervised_positions.shape == batch.targets.shape == (0,)
     assert {window.tokens for window in ranks} == {8}
 
@@ -174,7 +181,7 @@ def test_a_micro_batch_holds_rows_of_similar_length():
     ranks = windows(make_rows([[length] for length in lengths]), world=2, micro=2, batch=8)
     widths = [[batch.input_ids.shape[1] for batch in window.micro_batches] for window in ranks]
     assert widths == [[32, 8], [32, 8]]  # both ranks work on long rows at once, then on short ones
-    tokens = [sum(int((batch.input_ids != PAD).sum()) for batch in window.micro_batches) for window in ranks]
+    tokens = [sum(int(lengths_of(batch).sum()) for batch in window.micro_batches) for window in ranks]
     assert abs(tokens[0] - tokens[1]) <= 2
 
 
@@ -198,7 +205,6 @@ def test_evaluation_covers_each_row_once_in_order(world, micro):
                 world_size=world,
                 seq_len=32,
                 packing=False,
-                pad_token_id=PAD,
             )
         )
         for rank in range(world)
@@ -211,8 +217,7 @@ def test_evaluation_covers_each_row_once_in_order(world, micro):
         for steps in ranks
         for window in steps
         for batch in window.micro_batches
-        for token in batch.input_ids.reshape(-1).tolist()
-        if token != PAD
+        for token in batch.input_ids[real(batch)].tolist()
     ]
     assert sorted(fed) == list(range(1, rows.total_tokens + 1))
     assert sum(window.supervised_tokens for window in ranks[0]) == np.count_nonzero(rows.supervised)
@@ -231,7 +236,6 @@ def iterate(rows: Rows, *, start: int, stop: int):
         shuffle=True,
         seq_len=32,
         packing=False,
-        pad_token_id=PAD,
     )
 
 

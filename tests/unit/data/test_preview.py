@@ -204,13 +204,3 @@ def test_ctrl_c_says_that_it_was_heard(
         cli.main(["data", "--config", str(settings)])
     assert ended.value.code == 130
     assert "stopped by Ctrl-C; nothing is left behind" in capsys.readouterr().err
-
-
-def test_padding_is_of_the_embedding_table(model: str, settings: Path, tmp_path: Path):
-    """A pad token that was added to the tokenizer alone would be looked up beyond the table's end."""
-    tokenizer = models.build_tokenizer()
-    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-    assert tokenizer.pad_token_id == models.VOCAB_SIZE
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    config = Config.load(settings, {"model.tokenizer": str(tmp_path / "tokenizer")})
-    assert load_training_data(config, is_writer=True, show=False).pad_token_id == tokenizer.eos_token_id

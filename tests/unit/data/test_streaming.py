@@ -20,7 +20,6 @@ from tests.unit.data.files import write_any, write_jsonl
 from tests.unit.data.toy_tokenizer import build_tokenizer
 
 TOKENIZER = build_tokenizer()
-PAD = 0
 
 
 def records(count: int, *, first: int = 0) -> list[dict]:
@@ -57,7 +56,6 @@ def windows(
         micro_batch_size=micro,
         rank=rank,
         world_size=world,
-        pad_token_id=PAD,
     )
     with closing(made):
         return list(made)
@@ -239,7 +237,6 @@ def test_a_bad_record_stops_a_strict_stream_where_it_is_met(tmp_path):
         micro_batch_size=1,
         rank=0,
         world_size=1,
-        pad_token_id=PAD,
     )
     with closing(made):
         assert len(list(islice(made, 12))) == 12

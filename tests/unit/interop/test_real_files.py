@@ -370,6 +370,7 @@ def test_what_an_older_transformers_wrote_is_read(tmp_path: Path) -> None:
     gone |= {"mp_parameters": "", "torchdynamo": None, "ray_scope": "last", "sharded_ddp": [], "xpu_backend": None}
     gone |= {"dispatch_batches": None, "split_batches": None, "some_later_field": None}
     trl = {"dataset_text_field": "text", "packing_strategy": "bfd", "dataset_num_proc": 8, "completion_only_loss": None}
+    trl["loss_type"] = "nll"
     fsdp = {"min_num_params": 0, "xla": False, "xla_fsdp_v2": False, "xla_fsdp_grad_ckpt": False}
     found = arguments(tmp_path, {**gone, **trl, "fsdp": ["full_shard", "auto_wrap"], "fsdp_config": fsdp})
     assert not refused(found)

@@ -151,6 +151,7 @@ def test_arguments_become_settings(arguments: dict[str, Any], expected: dict[str
         ({"num_train_epochs": 1.5}, "num_train_epochs"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
         ({"neftune_noise_alpha": 5}, "neftune_noise_alpha"),
+        ({"loss_type": "dft"}, "loss_type"),
         ({"torch_compile": True}, "torch_compile"),
         ({"save_only_model": True}, "save_only_model"),
         ({"fsdp": "fullshard"}, "fsdp"),
