@@ -31,7 +31,9 @@ TOLERANCE = 1e-3  # of the largest output; a token that is seen moves it by perc
 MAX_PARAMETERS = 4 * 10**7  # a config whose sizes have names of their own stays too large
 SEED = 5
 
-Outputs = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+PADDING = 8  # tokens behind a row
+
+Outputs = Callable[..., torch.Tensor]  # of token ids, document ids or None and how many tokens at the end are padding
 
 
 @dataclass(frozen=True)
@@ -219,11 +221,10 @@ def _documents() -> torch.Tensor:
 def _our_outputs(model: Any) -> Outputs:
     decoder: nn.Module = find_parts(model).decoder
 
-    def outputs(ids: torch.Tensor, documents: torch.Tensor | None) -> torch.Tensor:
+    def outputs(ids: torch.Tensor, documents: torch.Tensor | None, padding: int = 0) -> torch.Tensor:
         lengths = None if documents is None else [torch.bincount(documents[0]).tolist()]
-        spans = lengths[0] if lengths else [ids.shape[1]]
-        positions = torch.cat([torch.arange(span) for span in spans])[None]
-        positions = torch.where(ids == 0, 0, positions)  # the padding's, as the loader has them
+        spans = lengths[0] if lengths else [ids.shape[1] - padding]
+        positions = torch.cat([torch.arange(span) for span in spans] + [torch.zeros(padding, dtype=torch.long)])[None]
         return decoder(
             input_ids=ids, position_ids=positions, use_cache=False, documents=Documents(documents, lengths)
         ).last_hidden_state
@@ -233,7 +234,7 @@ def _our_outputs(model: Any) -> Outputs:
 
 def _plain_outputs(model: Any) -> Outputs:
     decoder: nn.Module = find_parts(model).decoder
-    return lambda ids, _: decoder(input_ids=ids, use_cache=False).last_hidden_state
+    return lambda ids, *_: decoder(input_ids=ids, use_cache=False).last_hidden_state
 
 
 def _leaks(outputs: Outputs, *, packing: bool) -> Leaks:
@@ -244,8 +245,8 @@ def _leaks(outputs: Outputs, *, packing: bool) -> Leaks:
     changed[0, -1] += 60
     base = outputs(alone, None)
     later = _share((outputs(changed, None) - base)[:, :-1], base)
-    padded = torch.cat([alone, torch.zeros(1, 8, dtype=alone.dtype)], dim=1)
-    padding = _share(outputs(padded, None)[:, :first] - base, base)
+    padded = torch.cat([alone, alone[:, -1:].expand(-1, PADDING)], dim=1)  # as the loader pads
+    padding = _share(outputs(padded, None, PADDING)[:, :first] - base, base)
     if not packing:
         return Leaks(later, 0.0, padding)
     base = outputs(whole, _documents())
