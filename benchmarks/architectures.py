@@ -22,7 +22,7 @@ from tests.ranks import RankFailed, end_kept_ranks, run_on_kept_ranks, run_plain
 
 # What real configs of a type give and its default leaves out.
 GIVEN: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), {"head_dim": 128}),
+    **{name: {"head_dim": 128} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
     "nemotron": {"num_key_value_heads": 8},
     "reformer": {"is_decoder": True},
 }

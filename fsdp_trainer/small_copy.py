@@ -41,7 +41,8 @@ SIZES: dict[str, int] = {
     "n_groups": 1,
 }
 _PARTS = ("n_input_layers", "n_recurrent_layers", "n_output_layers")  # which together are the layers
-_TABLES = ("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size", "max_position_embeddings", "n_positions", "max_seq_len")
+_TABLES = ("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size")
+_TABLES += ("max_position_embeddings", "n_positions", "max_seq_len")
 _DROPOUT = ("dropout", "_pdrop", "dropout_prob", "jitter_noise")
 
 
