@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 from fsdp_trainer.config import Config
 from fsdp_trainer.errors import ConfigError, FsdpTrainerError, Interrupted, OutOfMemory
+from fsdp_trainer.finished_run import describe_finished
 from fsdp_trainer.launch import launch, read_status
-from fsdp_trainer.memory.plan_files import prediction_of, refuse_unfit
+from fsdp_trainer.memory.plan_files import PLANNED, prediction_of, refuse_unfit
 from fsdp_trainer.memory.planning import plan_for_ranks
 from fsdp_trainer.out_of_memory_page import read_record
 from fsdp_trainer.progress import log_line
@@ -52,6 +53,9 @@ def finetune(
         )
     if processes is not None and not _is_launched():
         return _start_processes(config, processes, plan=plan, prediction=prediction)
+    if (finished := describe_finished(config, unsaid=PLANNED if plan else ())) is not None:
+        log_line(finished, is_main=os.environ.get("RANK", "0") == "0")
+        return TrainResult.read(config.output_dir)
     from fsdp_trainer import training
 
     if plan is not None:
@@ -100,7 +104,7 @@ def _start_processes(
         if prediction is not None:
             (Path(temporary) / PREDICTION).write_text(json.dumps(prediction), encoding="utf-8")
         arguments = ["--config", str(settings), *(["--plan", plan] if plan else [])]
-        run = partial(launch, config, arguments=arguments, processes=processes)
+        run = partial(launch, config, arguments=arguments, processes=processes, unsaid=PLANNED if plan else ())
         if in_kernel():  # it shows what this process shows, not what a child writes to the server's terminal
             with show_run(folder) as cell:
                 _check(run(on_line=cell.add, on_quiet=cell.rest), folder)

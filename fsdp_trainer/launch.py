@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -26,12 +26,13 @@ from fsdp_trainer.config import Config
 from fsdp_trainer.config_checks import check_model_path
 from fsdp_trainer.cuda_allocator import use_expandable_segments
 from fsdp_trainer.errors import ConfigError, DistributedError, Interrupted, OutOfMemory
+from fsdp_trainer.finished_run import describe_finished
 from fsdp_trainer.hub import refuse_unreachable_model
 from fsdp_trainer.launch_profile import check_profile, read_profile, write_profile
 from fsdp_trainer.memory.hardware import CPU_RANKS
 from fsdp_trainer.memory.machine import count_kills
 from fsdp_trainer.output_log import OUTPUT, describe_parent, follow_lines
-from fsdp_trainer.progress import log_error
+from fsdp_trainer.progress import log_error, log_line
 from fsdp_trainer.run_folder import STATUS, check_writable, how_to_go_on, writing
 from fsdp_trainer.run_lock import refuse_held_folder
 from fsdp_trainer.units import format_number
@@ -169,6 +170,7 @@ def launch(
     on_line: Callable[[str], None] | None = None,
     typed: Sequence[str] = (),
     on_quiet: Callable[[], None] = lambda: None,
+    unsaid: Collection[str] = (),
 ) -> int:
     """Run train.py with `arguments` in N processes and return the exit code of the run.
 
@@ -177,8 +179,12 @@ def launch(
     (a notebook, where a child's output would go to the server's terminal) each line of output is handed to it, and
     kept in the run folder; the workers then save and stop also when this process is killed. `on_quiet` is called ten
     times a second while no line comes. `typed` is the command of the user, to which a run that is out of memory adds
-    what would fit.
+    what would fit. A run that has finished already is said to have, and no process is started; `unsaid` names the
+    settings that a plan will choose.
     """
+    if (finished := describe_finished(config, unsaid=unsaid)) is not None:
+        (on_line or log_line)(finished)
+        return 0
     profile = Path(profile) if profile is not None else None
     count = 1 if machines is None else machines.count
     processes, content = plan_processes(config, profile=profile, processes=processes, machines=count)

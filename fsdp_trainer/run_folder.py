@@ -17,6 +17,7 @@ from fsdp_trainer.errors import OutputError
 
 METRICS, STATUS, SETTINGS = "metrics.jsonl", "status.json", "config.yaml"
 CHECKPOINTS = "checkpoints"
+CHECKSUMS = "checksums.json"  # in which an exported model lists its files
 PREDICTION, DEVICES = "plan.json", "devices.json"  # what was predicted, and what it ran on
 
 

@@ -32,10 +32,11 @@ from fsdp_trainer.config import Config  # noqa: E402
 from fsdp_trainer.config_reading import check_command_flags  # noqa: E402
 from fsdp_trainer.cuda_allocator import use_expandable_segments  # noqa: E402
 from fsdp_trainer.errors import DistributedError, FolderInUse, FsdpTrainerError, Interrupted, OutputError  # noqa: E402
+from fsdp_trainer.finished_run import describe_finished  # noqa: E402
 from fsdp_trainer.launch_agent import tell_agent  # noqa: E402
 from fsdp_trainer.launch_profile import check_environment  # noqa: E402
-from fsdp_trainer.memory.plan_files import find_prediction  # noqa: E402
-from fsdp_trainer.progress import log_error  # noqa: E402
+from fsdp_trainer.memory.plan_files import PLANNED, find_prediction  # noqa: E402
+from fsdp_trainer.progress import log_error, log_line  # noqa: E402
 from fsdp_trainer.run_folder import STATUS, write_status  # noqa: E402
 
 
@@ -56,7 +57,10 @@ def main(words: list[str] | None = None) -> int:
         config = Config.load(known.config, overrides)
         check_environment(config, os.environ)
         config.check_world(int(world_size))
-
+        finished = describe_finished(config, unsaid=PLANNED if known.plan is not None else ())
+        if finished is not None:  # every rank reads the same files before any of them writes
+            log_line(finished, is_main=rank == "0")
+            return 0
         _finetune(config, settings_file=known.config, plans=known.plan is not None)
         _leave_report(config)
     except FsdpTrainerError as error:

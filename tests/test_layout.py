@@ -121,6 +121,7 @@ PARTS = {
     "config": "config",
     "config_world_checks": "config",
     "resume_rules": "config",
+    "finished_run": "config",
     "run_folder": "base",
     "run_lock": "base",
     "hub": "base",
@@ -180,7 +181,7 @@ WITHOUT_TORCH += ("ladder",)
 WITHOUT_TORCH += ("finetuning", "train_result", "output_log", "out_of_memory_page", "memory.advice")
 WITHOUT_TORCH += ("optim.schedule", "interop", "interop.gpu_profile")
 WITHOUT_TORCH += ("export_source", "checkpoint_folder", "checkpoint_manifest")
-WITHOUT_TORCH += ("caches", "hub", "run_record", "run_metrics", "report.watch_text", "report.runs_text")
+WITHOUT_TORCH += ("caches", "hub", "run_record", "run_metrics", "report.watch_text", "report.runs_text", "finished_run")
 WITHOUT_TORCH += ("memory.ledger", "memory.predicted")
 WITHOUT_TORCH += ("memory.host", "memory.quick", "memory.simulation_text", "report")
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "bitsandbytes", "torchao"}

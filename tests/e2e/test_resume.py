@@ -27,6 +27,7 @@ from tests.fault_runs import (
     run,
     run_killed,
 )
+from tests.run_folders import contents
 from tests.sweeps import share
 
 Folder = Callable[[str], str]
@@ -159,7 +160,7 @@ def test_a_finished_run_only_exports_again(half_done: dict[str, Any]) -> None:
     folder = Path(half_done["output_dir"])
     assert run(half_done, 2) == [0, 0]
     before, begun = end_state(folder), len(read_seen(folder, 0))
-    metrics = (folder / "metrics.jsonl").read_bytes()
+    metrics, measured = ((folder / name).read_bytes() for name in ("metrics.jsonl", "memory.json"))
     saved = [path.stat().st_mtime_ns for path in sorted((folder / "checkpoints").iterdir())]
     (folder / "model" / "model.safetensors").unlink()
 
@@ -169,3 +170,9 @@ def test_a_finished_run_only_exports_again(half_done: dict[str, Any]) -> None:
     assert [path.stat().st_mtime_ns for path in sorted((folder / "checkpoints").iterdir())] == saved
     assert differing(end_state(folder), before) == []
     assert read_status(folder)["state"] == "finished"
+    assert (folder / "memory.json").read_bytes() == measured, "what was measured is gone"
+
+    left = contents(folder)
+    assert run(half_done, 2) == [0, 0]
+    touched = {name for name, of in contents(folder).items() if left.get(name) != of}
+    assert touched == {"settings-of-rank0.yaml", "settings-of-rank1.yaml"}, "nothing was left to do"  # the test's own

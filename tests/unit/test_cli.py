@@ -145,6 +145,7 @@ def test_words_reach_the_launcher_as_written(monkeypatch: pytest.MonkeyPatch, tm
         "profile": None,
         "processes": 2,
         "machines": None,
+        "unsaid": (),
         "arguments": ["--config", str(path), "--optim.lr", "2e-4", "--batch.micro_batch_size=2"],
     }
 
