@@ -23,7 +23,7 @@ with dropout draws other masks there). On GPUs the kernels of attention add grad
 to run (atomic additions): what is loaded is the same to the bit, and what follows up to rounding.
 
 On a run that has **finished** the same command says `finished already: N steps, FOLDER` within a second and touches
-nothing. Settings under "Goes on silently" may differ (`checkpoint.resume` may not). It goes to work where a data file is
+nothing. Settings under "Goes on silently" may differ, but for `checkpoint.resume`. It goes to work where a data file is
 newer than the run's end or a file of the exported model is missing: then the last checkpoint is exported again.
 
 What the checkpoint was saved with is compared with the settings of the run that goes on, one by one. `{ROWS}` is the
