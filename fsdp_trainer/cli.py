@@ -411,5 +411,5 @@ def main(words: Sequence[str] | None = None) -> None:
     try:
         app(args=list(words) if words is not None else None, standalone_mode=True)
     except FsdpTrainerError as error:
-        log_error(f"error: {error}")
+        log_error(error.headed())
         sys.exit(error.exit_code)

@@ -5,6 +5,7 @@ Works without torch: the parent of a run only waits.
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -25,7 +26,15 @@ import psutil
 from fsdp_trainer.config import Config
 from fsdp_trainer.config_checks import check_model_path
 from fsdp_trainer.cuda_allocator import use_expandable_segments
-from fsdp_trainer.errors import ConfigError, DistributedError, Interrupted, OutOfMemory
+from fsdp_trainer.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DistributedError,
+    Interrupted,
+    OutOfMemory,
+    OutputError,
+)
 from fsdp_trainer.finished_run import describe_finished
 from fsdp_trainer.hub import refuse_unreachable_model
 from fsdp_trainer.launch_profile import check_profile, read_profile, write_profile
@@ -33,8 +42,9 @@ from fsdp_trainer.memory.hardware import CPU_RANKS
 from fsdp_trainer.memory.machine import count_kills
 from fsdp_trainer.output_log import OUTPUT, describe_parent, follow_lines
 from fsdp_trainer.progress import log_error, log_line
-from fsdp_trainer.run_folder import STATUS, check_writable, how_to_go_on, writing
+from fsdp_trainer.run_folder import COMMAND, REFUSALS, STATUS, check_writable, how_to_go_on, read_json, writing
 from fsdp_trainer.run_lock import refuse_held_folder
+from fsdp_trainer.signals import stopped_before_the_first_step
 from fsdp_trainer.units import format_number
 
 SCRIPT = Path(__file__).resolve().with_name("train.py")
@@ -42,6 +52,7 @@ AGENT = SCRIPT.with_name("launch_agent.py")
 # Set for ranks that this package starts: what they leave when memory runs out is completed when they are gone.
 LAUNCHER = "FSDP_TRAINER_LAUNCHER"
 # What a run ends with whose rank was killed: by the rank that lost it, or by the agent itself.
+AGREED = (ConfigError.exit_code, DataError.exit_code, CheckpointError.exit_code, OutputError.exit_code)  # by all ranks
 KILLED = (DistributedError.exit_code, 128 + signal.SIGKILL)
 
 
@@ -171,6 +182,7 @@ def launch(
     typed: Sequence[str] = (),
     on_quiet: Callable[[], None] = lambda: None,
     unsaid: Collection[str] = (),
+    on_refusal: Callable[[str], None] = lambda message: None,
 ) -> int:
     """Run train.py with `arguments` in N processes and return the exit code of the run.
 
@@ -180,7 +192,7 @@ def launch(
     kept in the run folder; the workers then save and stop also when this process is killed. `on_quiet` is called ten
     times a second while no line comes. `typed` is the command of the user, to which a run that is out of memory adds
     what would fit. A run that has finished already is said to have, and no process is started; `unsaid` names the
-    settings that a plan will choose.
+    settings that a plan will choose. `on_refusal` gets the message of a start that left the folder as it was.
     """
     if (finished := describe_finished(config, unsaid=unsaid)) is not None:
         (on_line or log_line)(finished)
@@ -203,15 +215,26 @@ def launch(
             refuse_held_folder(Path(config.output_dir))
         command = launch_command(profile, content, arguments=arguments, machines=machines)
         environ = launch_environment(os.environ, content, processes=processes)
+        environ |= {COMMAND: shlex.join(typed), REFUSALS: folder}
         status = Path(config.output_dir, STATUS)
         before, kills = _modified(status), count_kills()
         log = Path(config.output_dir, OUTPUT)
-        code, stopped_by = _run(command, environ, on_line=on_line, on_quiet=on_quiet, log=log)
+        code, signals = _run(command, environ, on_line=on_line, on_quiet=on_quiet, log=log)
+        refused, why = read_status(Path(folder, STATUS))
     if code == 0:
         return 0
-    code = code if code > 0 else 128 - code
+    code, stopped_by = code if code > 0 else 128 - code, signals[0] if signals else None
+    has_written = _modified(status) != before
     # The agent's code is that of the rank that failed first; which one knows the cause stands in the run folder.
-    written, message = read_status(status) if _modified(status) != before else (None, "")
+    written, message = read_status(status) if has_written else (None, "")
+    if written is None and refused is not None:
+        on_refusal(why)
+        return refused
+    if written is None and len(signals) == 1 and not has_written:  # before a rank was there to say so
+        error = stopped_before_the_first_step(signal.Signals(signals[0]).name, command=shlex.join(typed))
+        on_refusal(str(error))
+        (on_line or log_error)(error.headed())
+        return error.exit_code
     if not message and code > 128 and stopped_by is None:
         message = _describe_death(code - 128, Path(config.output_dir))
     if stopped_by is None and count_kills() > kills and (written or code) in KILLED:
@@ -220,7 +243,8 @@ def launch(
         message = ""
         for line in page:
             (on_line or log_error)(line)
-    said_once = processes == 1 or written == Interrupted.exit_code
+    began = (read_json(status) or {}).get("started") is not None
+    said_once = processes == 1 or written == Interrupted.exit_code or (written in AGREED and not began)
     if message and not (written and said_once):  # said again: other ranks may have had something to say after it
         (on_line or log_error)(f"error: {message}")
     if written:
@@ -307,8 +331,8 @@ def _run(
     on_line: Callable[[str], None] | None,
     on_quiet: Callable[[], None],
     log: Path,
-) -> tuple[int, int | None]:
-    """Run the command to its end; return its exit code and the first signal that was passed on, if any."""
+) -> tuple[int, list[int]]:
+    """Run the command to its end; return its exit code and the signals that came."""
     environ = dict(environ)
     with ExitStack() as stack:
         output, start = None, 0
@@ -336,7 +360,7 @@ def _run(
             code = child.wait()
         finally:
             _end(child)
-    return code, received[0] if received else None
+    return code, received
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from fsdp_trainer.rank_watch import RankWatch, watch_ranks
 from fsdp_trainer.rehearsal import rehearse, rehearses
 from fsdp_trainer.resume_rules import describe
 from fsdp_trainer.run import Run, build_run, check_model, start_values
-from fsdp_trainer.run_folder import append_metrics, has_evaluation, how_to_go_on, last_evaluation, write_status
+from fsdp_trainer.run_folder import again, append_metrics, has_evaluation, how_to_go_on, last_evaluation, write_status
 from fsdp_trainer.runtime import Runtime, build_runtime
 from fsdp_trainer.saving import Saver, saving_failed
 from fsdp_trainer.signals import StopRequest, stop_on_signals
@@ -290,7 +290,7 @@ def _stop(run: Run, session: _Session, progress: Progress) -> NoReturn:
     raise Interrupted(
         f"Stopped on {session.stop.received} after step {progress.step}.",
         values=f"saved {path}" if path is not None else "nothing is saved (checkpoint.enabled: false)",
-        fix="start the same command again to go on from there" if path is not None else "start the same command again",
+        fix=again(" to go on from there" if path is not None else ""),
     )
 
 

@@ -92,7 +92,7 @@ PARTS = {
     "runtime": "techniques",
     "simulated": "techniques",
     "agreement": "techniques",
-    "signals": "techniques",
+    "signals": "base",
     "patches": "techniques",
     "model": "techniques",
     "model_card": "techniques",
@@ -181,7 +181,16 @@ WITHOUT_TORCH += ("ladder",)
 WITHOUT_TORCH += ("finetuning", "train_result", "output_log", "out_of_memory_page", "memory.advice")
 WITHOUT_TORCH += ("optim.schedule", "interop", "interop.gpu_profile")
 WITHOUT_TORCH += ("export_source", "checkpoint_folder", "checkpoint_manifest")
-WITHOUT_TORCH += ("caches", "hub", "run_record", "run_metrics", "report.watch_text", "report.runs_text", "finished_run")
+WITHOUT_TORCH += (
+    "caches",
+    "hub",
+    "run_record",
+    "run_metrics",
+    "report.watch_text",
+    "report.runs_text",
+    "finished_run",
+    "signals",
+)
 WITHOUT_TORCH += ("memory.ledger", "memory.predicted")
 WITHOUT_TORCH += ("memory.host", "memory.quick", "memory.simulation_text", "report")
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "bitsandbytes", "torchao"}

@@ -257,6 +257,31 @@ def test_the_agents_sigterm_does_not_end_a_rank_that_is_about_to_say_which_one_i
     assert json.loads((tmp_path / "run" / "status.json").read_text())["message"].startswith("A rank is lost.")
 
 
+STOP_IN_THE_IMPORT = """
+import importlib.abc, importlib.machinery, os, runpy, signal, sys, types
+class Slow(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path=None, target=None):
+        return importlib.machinery.ModuleSpec(name, self) if name == "fsdp_trainer.training" else None
+    def create_module(self, spec):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return types.SimpleNamespace(finetune=lambda *words, **named: sys.exit("went on"))
+    def exec_module(self, module):
+        pass
+sys.meta_path.insert(0, Slow())
+sys.exit(runpy.run_path(SCRIPT)["main"](sys.argv[1:]))
+"""
+
+
+def test_a_signal_while_torch_is_imported_is_a_stop(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps({"model": {"path": "m"}, "data": {"train": "t"}, "output_dir": str(tmp_path / "run")}))
+    code = f"SCRIPT = {str(PACKAGE / 'train.py')!r}{STOP_IN_THE_IMPORT}"
+    result = light.python(code, "--config", str(file))
+    assert (result.returncode, result.stdout) == (75, "")
+    assert "Stopped on SIGTERM before the first step.\n  so far: nothing was trained" in result.stderr
+    assert "error" not in result.stderr
+
+
 def test_public_names_load_on_first_use() -> None:
     assert fsdp_trainer.Config is Config
     assert {"Config", "finetune", "ladder", "plan", "simulate", "__version__"} <= set(dir(fsdp_trainer))

@@ -192,8 +192,9 @@ def test_who_runs_it_and_since_when_stays_with_the_run(tmp_path: Path) -> None:
     end = json.loads(status_file.read_text())
     assert (end["started"], end["started_step"], end["total_steps"], end["step"]) == (1.5, 4, 9, 7)
     assert end["updated"] >= start["updated"]
-    write_status(tmp_path, state="failed", exit_code=2, step=0)  # a start that was refused
-    assert json.loads(status_file.read_text())["started"] is None
+    write_status(tmp_path, state="failed", exit_code=1, step=7)  # the same end, told a second time
+    again = json.loads(status_file.read_text())
+    assert {**again, "exit_code": 5, "message": "why", "updated": 0} == {**end, "updated": 0}
     write_json(tmp_path, "status.json", {**start, "pid": 1, "started": 1.5})
     write_status(tmp_path, state="running", exit_code=0, step=6, total_steps=9)  # another process takes it up
     again = json.loads(status_file.read_text())
