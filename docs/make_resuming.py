@@ -27,8 +27,8 @@ nothing. Settings under "Goes on silently" may differ, but for `checkpoint.resum
 newer than the run's end or a file of the exported model is missing: then the last checkpoint is exported again.
 
 A start that is **refused**, or ends in any other way before it began, leaves `status.json` and `report.html` as the run
-before left them; only one without memory is noted, where the run has not finished. A stop (Ctrl-C, SIGTERM) at any time,
-also while libraries are loaded, ends with exit code 75 and the command that goes on.
+before left them; only one without memory is noted, where the run has not finished. A stop (Ctrl-C, SIGTERM), also one
+while libraries are loaded, ends with exit code 75 and the command that goes on.
 
 What the checkpoint was saved with is compared with the settings of the run that goes on, one by one. `{ROWS}` is the
 digest of the prepared training rows (a changed data file changes it, a moved one does not), `{VERSIONS}` the releases

@@ -21,7 +21,7 @@ from fsdp_trainer.errors import ConfigError, FsdpTrainerError
 from fsdp_trainer.launch import Machines, launch
 from fsdp_trainer.memory.simulation_text import format_simulation
 from fsdp_trainer.progress import log_error, log_line, make_console
-from fsdp_trainer.run_folder import CHECKSUMS, STATUS
+from fsdp_trainer.run_folder import CHECKSUMS, STATUS, explain_no_room
 
 app = typer.Typer(
     name="fsdp-trainer",
@@ -413,3 +413,8 @@ def main(words: Sequence[str] | None = None) -> None:
     except FsdpTrainerError as error:
         log_error(error.headed())
         sys.exit(error.exit_code)
+    except Exception as error:
+        if (full := explain_no_room(error)) is None:
+            raise
+        log_error(full.headed())
+        sys.exit(full.exit_code)

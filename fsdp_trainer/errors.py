@@ -65,6 +65,12 @@ class OutputError(FsdpTrainerError):
     exit_code = 7
 
 
+class FailedSave(CheckpointError, OutputError):
+    """A checkpoint or a model could not be written; the checkpoints that are there are as they were."""
+
+    exit_code = OutputError.exit_code
+
+
 class OutOfMemory(FsdpTrainerError):
     """A GPU or a machine had no memory left; out_of_memory.json in the run folder says where and what would fit."""
 

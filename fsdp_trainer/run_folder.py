@@ -88,11 +88,32 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
+def explain_no_room(error: BaseException) -> OutputError | None:
+    """Return a full disk or a spent quota as the error that it is, wherever it was met; None for anything else.
+
+    What writes for us may tell the system's error in its own words (safetensors), or raise another over it (zipfile).
+    """
+    found: BaseException | None = error
+    while found is not None:
+        number = found.errno if isinstance(found, OSError) else None
+        if number in _FULL or any(word in str(found) for word in (os.strerror(errno.ENOSPC), "os error 28)")):
+            named = isinstance(found, OSError) and (found.filename2 or found.filename)
+            return OutputError(
+                "There is no room to write a file.",
+                values=f"{os.fsdecode(named)}: {os.strerror(number or errno.ENOSPC)}" if named else str(found),
+                fix="make room on that disk, or set output_dir, data.cache_dir or, for the caches, XDG_CACHE_HOME and "
+                "HF_HOME on another one; a quota or `ulimit -f` may be the limit",
+            )
+        found = found.__cause__ or found.__context__
+    return None
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_ROOM = "make room on that disk, or set output_dir on another one"
 _NO_RIGHT = "give this user the right to write there, or set another output_dir"
 _IN_THE_WAY = "move away what stands in its place, or set another output_dir"
 _FIXES = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _NO_ROOM),
+    **dict.fromkeys(_FULL, _NO_ROOM),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _NO_RIGHT),
     **dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.EEXIST), _IN_THE_WAY),
 }

@@ -34,7 +34,14 @@ from fsdp_trainer.launch_agent import tell_agent  # noqa: E402
 from fsdp_trainer.launch_profile import check_environment  # noqa: E402
 from fsdp_trainer.memory.plan_files import PLANNED, find_prediction  # noqa: E402
 from fsdp_trainer.progress import log_error, log_line  # noqa: E402
-from fsdp_trainer.run_folder import REFUSALS, STATUS, is_of_this_start, read_json, write_status  # noqa: E402
+from fsdp_trainer.run_folder import (  # noqa: E402
+    REFUSALS,
+    STATUS,
+    explain_no_room,
+    is_of_this_start,
+    read_json,
+    write_status,
+)
 from fsdp_trainer.signals import StopRequest, stop_on_signals  # noqa: E402
 
 
@@ -134,6 +141,9 @@ def _finetune(config: Config, stop: StopRequest, *, settings_file: str | None, p
         raise
     except Exception as error:
         _outlive_the_agent()
+        if (full := explain_no_room(error)) is not None:
+            record_end(Path(config.output_dir), full.exit_code, state="failed", message=str(full), secondary=False)
+            raise full from error
         message = f"{type(error).__name__}: {error}"
         record_end(Path(config.output_dir), 1, state="failed", message=message, secondary=True)
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -15,6 +16,7 @@ from fsdp_trainer.errors import OutputError
 from fsdp_trainer.run_folder import (
     append_metrics,
     check_writable,
+    explain_no_room,
     trim_metrics,
     write_settings,
     write_status,
@@ -67,6 +69,30 @@ def test_a_full_disk_is_named_with_what_to_do(tmp_path: Path) -> None:
         metrics(tmp_path)
     assert str(tmp_path / "metrics.jsonl") in caught.value.values
     assert "make room on that disk, or set output_dir on another one" in caught.value.fix
+
+
+def chained(last: Exception, cause: Exception) -> Exception:
+    last.__context__ = cause
+    return last
+
+
+@pytest.mark.parametrize(
+    ("error", "named"),
+    [
+        (OSError(errno.ENOSPC, "No space", "/d/a.bin"), "/d/a.bin: No space left on device"),
+        (chained(RuntimeError("unexpected pos 704"), OSError(errno.EDQUOT, "full", "/d/b")), "/d/b: "),
+        (OSError(errno.EFBIG, "File too large"), "File too large"),
+        # As safetensors has it (0.8), which knows no OSError.
+        (ValueError("I/O error: No space left on device (os error 28)"), "os error 28"),
+        (OSError(errno.EACCES, "Permission denied", "/d/c"), None),
+        (ValueError("no room"), None),
+    ],
+)
+def test_a_full_disk_is_known_in_anybodys_words(error: Exception, named: str | None) -> None:
+    found = explain_no_room(error)
+    assert (found is None) == (named is None)
+    if found is not None and named is not None:
+        assert found.exit_code == 7 and named in found.values and "make room" in found.fix
 
 
 def test_a_parent_that_is_a_file_is_named(tmp_path: Path) -> None:
