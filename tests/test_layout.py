@@ -30,6 +30,7 @@ PARTS = {
     "launch_agent": "launch",
     "ladder": "ladder",
     "saving": "training",
+    "nonfinite": "training",
     "rank_watch": "training",
     "training_data": "training",
     "preview": "training",
