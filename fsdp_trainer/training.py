@@ -212,10 +212,8 @@ def train_loop(run: Run, session: _Session, progress: Progress) -> Progress:
                     "lr": rate,
                     **_speed(window, seconds),
                     **session.ledger.measure(),
-                    **{name: True for name, is_so in zip(_MARKS, (traced, profiled, skipped), strict=True) if is_so},
+                    **_marks(run, traced, profiled, skipped),
                 }
-                if skipped and run.scaler is not None:
-                    row["loss_scale"] = _scale_before(run.scaler)
                 _log_step(run, session, row, skipped=skipped)
             if session.stop.agreed():
                 _stop(run, session, progress)
@@ -225,6 +223,11 @@ def train_loop(run: Run, session: _Session, progress: Progress) -> Progress:
                 session.saver.poll()
                 session.saver.save_if_due(progress)
     return progress
+
+
+def _marks(run: Run, *are_so: bool) -> dict[str, Any]:
+    marks: dict[str, Any] = {name: True for name, is_so in zip(_MARKS, are_so, strict=True) if is_so}
+    return marks | ({"loss_scale": _scale_before(run.scaler)} if "skipped" in marks and run.scaler is not None else {})
 
 
 def _speed(window: Window, seconds: float) -> dict[str, float | None]:

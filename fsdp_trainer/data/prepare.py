@@ -37,6 +37,7 @@ from fsdp_trainer.data.sources import (
     Named,
     Source,
     read_examples,
+    reading_of,
     resolve_paths,
     resolve_sources,
 )
@@ -174,7 +175,7 @@ def build_rows(
 ) -> tuple[Rows, DataReport]:
     """Read, encode and pack a source in memory; what is mixed by weight is packed apart."""
     sources = resolve_sources(source)
-    read = partial(read_examples, record_format=data.format, columns=data.columns)
+    read = partial(read_examples, **reading_of(data))
     held_out: set[int] | None = None
     if share := evaluation_share(data):
         held_out = _held_out_digests(read(resolve_paths(source)), share=share, seed=seed)
