@@ -25,7 +25,6 @@ from fsdp_trainer.data.cache import (
     remove_damaged,
     write_hashes,
 )
-from fsdp_trainer.data.chat import read_chat_template
 from fsdp_trainer.data.encode import Encoded, Encoder, build_encoder
 from fsdp_trainer.data.order import share_rows
 from fsdp_trainer.data.packing import arrange_documents
@@ -41,6 +40,7 @@ from fsdp_trainer.data.sources import (
     resolve_paths,
     resolve_sources,
 )
+from fsdp_trainer.data.template_files import read_chat_template
 from fsdp_trainer.data.workers import encode_in_processes, encode_in_threads
 from fsdp_trainer.errors import DataError, OutputError
 

@@ -3,7 +3,6 @@
 A broken record takes its place in the stream, named by file and line: whether it stops the run is not decided here.
 """
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from fsdp_trainer.data.readers import (
 )
 from fsdp_trainer.data.shapes import example_from_record, recognise_shape, refuse_second_shape
 from fsdp_trainer.errors import DataError
+from fsdp_trainer.run_folder import parse_json
 
 _SPLIT_NAME = re.compile(
     r"(?:^|[-_. /])(train|training|test|testing|validation|valid|val|dev|eval|evaluation)(?=[-_. /0-9])", re.IGNORECASE
@@ -243,7 +243,7 @@ def _files_below(folder: Path, *, above: frozenset[Path]) -> Iterator[Path]:
     if real in above:  # a link to a folder that it stands in
         return
     if (folder / "dataset_dict.json").is_file():
-        splits = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+        splits = parse_json((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
         raise DataError(
             "the folder holds several splits that datasets saved",
             values=f"{folder}: {', '.join(splits)}",
@@ -266,7 +266,7 @@ def _is_saved(folder: Path) -> bool:
 def _saved_files(folder: Path) -> tuple[Path, ...]:
     """Return the Arrow files of a folder that `datasets.Dataset.save_to_disk` wrote."""
     try:
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        state = parse_json((folder / "state.json").read_text(encoding="utf-8"))
         files = tuple(folder / file["filename"] for file in state["_data_files"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
