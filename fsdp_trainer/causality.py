@@ -26,7 +26,7 @@ from fsdp_trainer.custom_code import building_arguments, digest_of_code, one_at_
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.model import find_parts, modules_in_fp32
 from fsdp_trainer.rotary import choose_tables_by_document
-from fsdp_trainer.run_folder import write_text_atomically
+from fsdp_trainer.run_folder import parse_json, write_text_atomically
 from fsdp_trainer.small_copy import shrink
 
 LENGTHS = (24, 17)  # tokens of the two documents: beyond the small copy's windows and chunks of 8
@@ -72,7 +72,7 @@ def prove(
         small = shrink(hf_config)
         place = _place(small, words)
         with contextlib.suppress(OSError, ValueError):  # none yet, or not one of ours
-            return tuple(json.loads(place.read_text(encoding="utf-8")))
+            return tuple(parse_json(place.read_text(encoding="utf-8")))
         notes = _try(small, **words)
     except ConfigError:
         raise

@@ -20,7 +20,7 @@ from fsdp_trainer.config_reading import check_command_flags
 from fsdp_trainer.errors import ConfigError, FsdpTrainerError
 from fsdp_trainer.launch import Machines, launch
 from fsdp_trainer.memory.simulation_text import format_simulation
-from fsdp_trainer.progress import log_error, log_line, make_console
+from fsdp_trainer.progress import bear_any_text, log_error, log_line, make_console
 from fsdp_trainer.run_folder import CHECKSUMS, STATUS, explain_no_room
 
 app = typer.Typer(
@@ -408,6 +408,7 @@ def schema() -> None:
 
 def main(words: Sequence[str] | None = None) -> None:
     """Run the command line and end the process with its exit code."""
+    bear_any_text()
     try:
         app(args=list(words) if words is not None else None, standalone_mode=True)
     except FsdpTrainerError as error:

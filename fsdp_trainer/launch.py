@@ -3,7 +3,6 @@
 Works without torch: the parent of a run only waits.
 """
 
-import json
 import os
 import shlex
 import shutil
@@ -40,9 +39,19 @@ from fsdp_trainer.hub import refuse_unreachable_model
 from fsdp_trainer.launch_profile import check_profile, read_profile, write_profile
 from fsdp_trainer.memory.hardware import CPU_RANKS
 from fsdp_trainer.memory.machine import count_kills
+from fsdp_trainer.model_config import refuse_hostile_config
 from fsdp_trainer.output_log import OUTPUT, describe_parent, follow_lines
 from fsdp_trainer.progress import log_error, log_line
-from fsdp_trainer.run_folder import COMMAND, REFUSALS, STATUS, check_writable, how_to_go_on, read_json, writing
+from fsdp_trainer.run_folder import (
+    COMMAND,
+    REFUSALS,
+    STATUS,
+    check_writable,
+    how_to_go_on,
+    parse_json,
+    read_json,
+    writing,
+)
 from fsdp_trainer.run_lock import refuse_held_folder
 from fsdp_trainer.signals import stopped_before_the_first_step
 from fsdp_trainer.units import format_number
@@ -201,6 +210,7 @@ def launch(
     count = 1 if machines is None else machines.count
     processes, content = plan_processes(config, profile=profile, processes=processes, machines=count)
     check_model_path(config.model.path)
+    refuse_hostile_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
     refuse_unreachable_model(config.model.path, tokenizer=config.model.tokenizer, revision=config.model.revision)
     check_trackers(config.log.trackers)
     check_writable(Path(config.output_dir))
@@ -448,7 +458,7 @@ def _modified(path: Path) -> int | None:
 def read_status(path: Path) -> tuple[int | None, str]:
     """Return the exit code and the message that the workers left, where the file holds them."""
     try:
-        status = json.loads(path.read_text(encoding="utf-8"))
+        status = parse_json(path.read_text(encoding="utf-8"))
         code, message = status["exit_code"], status.get("message", "")
     except (OSError, ValueError, KeyError, TypeError):
         return None, ""

@@ -180,11 +180,19 @@ def _process_began() -> float:
     return time.time() - age
 
 
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON of somebody else's; ValueError for what is none, and for brackets within brackets without end."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply to be read") from None
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
     """Return the JSON object in a file of a run; None where there is none, or none that can be read."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        found = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
 
@@ -212,7 +220,7 @@ def append_metrics(output_dir: Path, row: Mapping[str, Any]) -> None:
 def has_evaluation(output_dir: Path, *, step: int) -> bool:
     """Return whether metrics.jsonl holds an evaluation after `step`; call `trim_metrics` first, for whole lines."""
     path = output_dir / METRICS
-    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines()) if path.is_file() else ()
+    rows = map(parse_json, path.read_text(encoding="utf-8").splitlines()) if path.is_file() else ()
     return any(row["step"] == step and "eval_loss" in row for row in rows)
 
 
@@ -220,7 +228,7 @@ def last_evaluation(output_dir: Path, *, step: int) -> tuple[int, float] | None:
     """Return step and loss of the last evaluation up to `step`; None where there is none to read."""
     found = None
     with suppress(OSError, ValueError, KeyError, TypeError):
-        for row in map(json.loads, (output_dir / METRICS).read_text(encoding="utf-8").splitlines()):
+        for row in map(parse_json, (output_dir / METRICS).read_text(encoding="utf-8").splitlines()):
             if row["step"] <= step and row.get("eval_loss") is not None:
                 found = row["step"], float(row["eval_loss"])
     return found
@@ -236,7 +244,7 @@ def trim_metrics(output_dir: Path, *, after_step: int) -> int:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     for line in lines:
         try:
-            keep = json.loads(line)["step"] <= after_step
+            keep = parse_json(line)["step"] <= after_step
         except (ValueError, KeyError, TypeError):
             keep = False
         kept.append(line) if keep else None

@@ -123,6 +123,8 @@ PARTS = {
     "config_world_checks": "config",
     "resume_rules": "config",
     "finished_run": "config",
+    "model_config": "base",
+    "limited": "base",
     "run_folder": "base",
     "run_lock": "base",
     "hub": "base",
@@ -192,7 +194,7 @@ WITHOUT_TORCH += (
     "finished_run",
     "signals",
 )
-WITHOUT_TORCH += ("memory.ledger", "memory.predicted")
+WITHOUT_TORCH += ("memory.ledger", "memory.predicted", "model_config", "limited")
 WITHOUT_TORCH += ("memory.host", "memory.quick", "memory.simulation_text", "report")
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "bitsandbytes", "torchao"}
 MAY_PRINT = ("cli", "cli_plan", "cli_import", "cli_ladder", "cli_watch", "cli_report", "progress", "report", "demo")

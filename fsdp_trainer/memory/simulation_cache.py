@@ -25,7 +25,7 @@ from fsdp_trainer.hub import refuse_unreachable
 from fsdp_trainer.memory.hardware import Hardware
 from fsdp_trainer.memory.simulation import Simulation, check_known
 from fsdp_trainer.memory.timing import StepTime
-from fsdp_trainer.run_folder import write_text_atomically
+from fsdp_trainer.run_folder import parse_json, write_text_atomically
 
 _SIZES = ("allocated", "reserved", "min_capacity", "host", "limit")
 _KEPT = {field.name for field in fields(Simulation)} - {"ledger", "config", "gpus"}
@@ -200,7 +200,7 @@ def _are_unchanged(files: Any) -> bool:
 def _read(path: Path) -> dict[str, Any] | None:
     """Return what was kept; None, so that it is made anew, where nothing was, it is no simulation or of other files."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     if not isinstance(found, dict) or found.keys() != _KEPT | {"files"}:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -508,3 +509,17 @@ def test_runs_before_the_first_one(
             cli.main(words)
         assert ended.value.code == 0
         assert said in capsys.readouterr().out
+
+
+def test_what_a_folder_says_is_not_obeyed_by_the_terminal(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An escape sequence in a status file could clear the screen, rename the window or hide what follows."""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal: what rich writes itself stays
+    status(run, state="failed", exit_code=1, message="a\x1b[2Jb\x1b]0;title\x07c\u202ed\x9b5m", host="h\x1b[1m")
+    for command in (["watch", str(run), "--once"], ["runs", str(run)]):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+            cli.main(command)
+        text = out.getvalue()
+        for obeyed in ("\x1b[2J", "\x1b]", "\x07", "\u202e", "\x9b"):
+            assert obeyed not in text
+        assert "a\\x1b[2Jb" in text or command[0] == "runs", "it is shown all the same"
