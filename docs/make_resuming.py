@@ -22,6 +22,14 @@ bit by bit on CPU, on any other number with the same rows in the same steps and 
 with dropout draws other masks there). On GPUs the kernels of attention add gradients in an order that changes from run
 to run (atomic additions): what is loaded is the same to the bit, and what follows up to rounding.
 
+On a run that has **finished** the same command says `finished already: N steps, FOLDER` within a second and touches
+nothing. Settings under "Goes on silently" may differ, but for `checkpoint.resume`. It goes to work where a data file is
+newer than the run's end or a file of the exported model is missing: then the last checkpoint is exported again.
+
+A start that is **refused**, or ends in any other way before it began, leaves `status.json` and `report.html` as the run
+before left them; only one without memory is noted, where the run has not finished. A stop (Ctrl-C, SIGTERM), also one
+while libraries are loaded, ends with exit code 75 and the command that goes on.
+
 What the checkpoint was saved with is compared with the settings of the run that goes on, one by one. `{ROWS}` is the
 digest of the prepared training rows (a changed data file changes it, a moved one does not), `{VERSIONS}` the releases
 of torch, Transformers and Accelerate, `{CODE}` the digest of the Python code that came with the model, where

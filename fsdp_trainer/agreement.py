@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_trainer.errors import DistributedError, FsdpTrainerError
+from fsdp_trainer.run_folder import explain_no_room
 
 Result = TypeVar("Result")
 
@@ -86,4 +87,6 @@ def _portable(error: Exception, *, rank: int) -> FsdpTrainerError:
     """Return an error that other ranks can unpickle and raise: ours as it is, a foreign one as text."""
     if isinstance(error, FsdpTrainerError):
         return error
+    if (full := explain_no_room(error)) is not None:
+        return full
     return DistributedError(f"Rank {rank} failed.", values=f"{type(error).__name__}: {error}")

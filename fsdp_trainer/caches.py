@@ -26,12 +26,12 @@ def remembered(kind: str, key: Iterable[str], make: Callable[[], Sequence[Any]])
 
     A file that cannot be read is made anew, and a place that cannot be written only costs the next start its seconds.
     """
-    from fsdp_trainer.run_folder import write_text_atomically
+    from fsdp_trainer.run_folder import parse_json, write_text_atomically
 
     name = hashlib.sha256(json.dumps(list(key)).encode()).hexdigest()[:32]
     place = cache_folder() / kind / f"{name}.json"
     with contextlib.suppress(OSError, ValueError):
-        if isinstance(found := json.loads(place.read_text(encoding="utf-8")), list):
+        if isinstance(found := parse_json(place.read_text(encoding="utf-8")), list):
             return found
     text = json.dumps(list(make()))
     with contextlib.suppress(OSError):

@@ -40,7 +40,7 @@ from fsdp_trainer.checkpoint_rng import derive_rng, restore_rng, rng_tensors
 from fsdp_trainer.checkpoint_search import refuse_damage
 from fsdp_trainer.checkpoint_table import TableReader, read_table
 from fsdp_trainer.checkpoint_writer import CheckpointWriter
-from fsdp_trainer.errors import CheckpointError, DistributedError
+from fsdp_trainer.errors import CheckpointError, DistributedError, FailedSave
 from fsdp_trainer.model import named_weights
 from fsdp_trainer.optim.masters import MASTER, send_masters, trained_weights
 from fsdp_trainer.run_folder import how_to_go_on
@@ -120,7 +120,7 @@ def save_checkpoint(
     optimizer waits until it is copied. Weights must not be moved in any other way meanwhile, and `process_group` must
     come from `build_save_group`. Only one save may be in flight: `after` is waited for first. Once this one is
     durable, all but the newest `keep_latest` checkpoints and that of `best` are deleted.
-    CheckpointError on every rank when any rank cannot write; the checkpoints before stay as they are.
+    FailedSave on every rank when any rank cannot write; the checkpoints before stay as they are.
     """
     if after is not None:
         after.wait()
@@ -199,10 +199,10 @@ def _write_together(
         raise _explain_failed_save(error, target) from error
 
 
-def _explain_failed_save(error: BaseException, target: Path) -> CheckpointError:
+def _explain_failed_save(error: BaseException, target: Path) -> FailedSave:
     output_dir = target.parent.parent
     before = "the ones before it are as they were" if published(output_dir) else "there is none before it"
-    return CheckpointError(
+    return FailedSave(
         f"The checkpoint could not be written; {before}.",
         values=f"{target}: {_failures(error)}",
         fix=f"make room or give write access in output_dir; {how_to_go_on(output_dir)}",
@@ -220,7 +220,7 @@ def try_saving(
 ) -> None:
     """Send one small parameter, its optimizer state and the random states through the writer and back, and remove it.
 
-    Collective. CheckpointError on every rank where what a save does cannot be done there, or what is read is not what
+    Collective. FailedSave on every rank where what a save does cannot be done there, or what is read is not what
     was written. Nothing of the run is changed.
     """
     trained = {name: p for name, p in named_weights(model).items() if isinstance(p, nn.Parameter) and p.requires_grad}

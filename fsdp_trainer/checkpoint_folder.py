@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.checkpoint_manifest import Best, describe_file, find_damage, read_state, write_state
-from fsdp_trainer.errors import CheckpointError
-from fsdp_trainer.run_folder import CHECKPOINTS
+from fsdp_trainer.errors import FailedSave
+from fsdp_trainer.run_folder import CHECKPOINTS, remove_torn
 
 CHECKPOINTS_FOLDER = CHECKPOINTS
 TRIAL = "step-trial"  # no checkpoint's name: what is written before the first step, and removed again
@@ -111,7 +111,7 @@ def prune(output_dir: Path, *, keep_latest: int, keep: Collection[Path] = ()) ->
         for path in gone:
             _delete(path)
     except OSError as error:
-        raise CheckpointError(
+        raise FailedSave(
             "An old checkpoint cannot be deleted.", values=str(error), fix="give write access in output_dir"
         ) from error
     return gone
@@ -133,4 +133,6 @@ def remove_leftovers(output_dir: Path) -> list[Path]:
     found = [*folder.glob(".step-*.tmp"), *folder.glob(".step-*.deleting"), *folder.glob(TRIAL)]
     for path in found:
         shutil.rmtree(path)
+    for place in (Path(output_dir), *published(output_dir)):
+        remove_torn(place)
     return found

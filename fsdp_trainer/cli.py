@@ -20,8 +20,8 @@ from fsdp_trainer.config_reading import check_command_flags
 from fsdp_trainer.errors import ConfigError, FsdpTrainerError
 from fsdp_trainer.launch import Machines, launch
 from fsdp_trainer.memory.simulation_text import format_simulation
-from fsdp_trainer.progress import log_error, log_line, make_console
-from fsdp_trainer.run_folder import STATUS
+from fsdp_trainer.progress import bear_any_text, log_error, log_line, make_console
+from fsdp_trainer.run_folder import CHECKSUMS, STATUS, explain_no_room
 
 app = typer.Typer(
     name="fsdp-trainer",
@@ -113,10 +113,17 @@ def train(
         processes=processes,
         machines=machines,
         typed=["fsdp-trainer", *sys.argv[1:]],
+        unsaid=_planned() if plan is not None else (),
     )
     if code and not node_rank:
         _finish_report(settings, since=started)
     raise typer.Exit(code)
+
+
+def _planned() -> Sequence[str]:
+    from fsdp_trainer.memory.plan_files import PLANNED  # here: the planner's code is read by those who plan
+
+    return PLANNED
 
 
 def _finish_report(settings: Config, *, since: float) -> None:
@@ -325,7 +332,7 @@ def verify(
     ],
 ) -> None:
     """Read every byte of a checkpoint or an exported model and compare it with what was written."""
-    from fsdp_trainer.export_checksums import CHECKSUMS, verify_export
+    from fsdp_trainer.export_checksums import verify_export
 
     for part in _verifiable(folder):
         if (part / CHECKSUMS).exists():
@@ -339,8 +346,6 @@ def verify(
 
 def _verifiable(folder: Path) -> list[Path]:
     """Return the checkpoints and exported models that `folder` is or, as a run folder, has."""
-    from fsdp_trainer.export_checksums import CHECKSUMS
-
     if (folder / CHECKSUMS).exists() or folder.name.startswith("step-"):
         return [folder]
     found = [*sorted(folder.glob("checkpoints/step-*")), *(p.parent for p in folder.glob(f"model/{CHECKSUMS}"))]
@@ -403,8 +408,14 @@ def schema() -> None:
 
 def main(words: Sequence[str] | None = None) -> None:
     """Run the command line and end the process with its exit code."""
+    bear_any_text()
     try:
         app(args=list(words) if words is not None else None, standalone_mode=True)
     except FsdpTrainerError as error:
-        log_error(f"error: {error}")
+        log_error(error.headed())
         sys.exit(error.exit_code)
+    except Exception as error:
+        if (full := explain_no_room(error)) is None:
+            raise
+        log_error(full.headed())
+        sys.exit(full.exit_code)

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.live import Live
 
 from fsdp_trainer.errors import ConfigError
-from fsdp_trainer.progress import log_error, log_line
+from fsdp_trainer.progress import SafeConsole, log_error, log_line
 from fsdp_trainer.run_metrics import Metrics, read_last_rows
 from fsdp_trainer.run_record import (
     RunFacts,
@@ -103,7 +103,7 @@ def _look(run: Path, metrics: Metrics) -> _Look:
 
 
 def _console() -> Console:
-    return Console(highlight=False, markup=False, emoji=False)
+    return SafeConsole(highlight=False, markup=False, emoji=False)
 
 
 def _picture(look: _Look, metrics: Metrics, console: Console, *, height: int | None) -> Any:

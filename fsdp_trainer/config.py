@@ -26,7 +26,6 @@ from fsdp_trainer.config_reading import (
     translate_errors,
 )
 from fsdp_trainer.config_sections import (
-    COLUMNS,
     ActivationCheckpointingConfig,
     BatchConfig,
     CheckpointConfig,
@@ -44,6 +43,7 @@ from fsdp_trainer.config_sections import (
     SourceConfig,
     TrainConfig,
 )
+from fsdp_trainer.config_sources import COLUMNS
 from fsdp_trainer.config_types import Section, Text
 from fsdp_trainer.config_world_checks import check_world_problems
 

@@ -5,6 +5,7 @@ A setting that cannot take effect is an error: a user who wrote it believes that
 """
 
 import difflib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,13 +13,16 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from fsdp_trainer.config_reading import Problem, format_value
-from fsdp_trainer.config_sections import COLUMNS
+from fsdp_trainer.config_sources import COLUMNS
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.resume_rules import RULES, find_unknown_waivers, refused_names
 from fsdp_trainer.units import format_number
 
 if TYPE_CHECKING:
     from fsdp_trainer.config import Config
+
+
+MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4000  # NAME_MAX of Linux, and its PATH_MAX less the names of a run's files
 
 
 def find_conflicts(config: "Config") -> list[Problem]:
@@ -374,8 +378,17 @@ def _batch(config: "Config") -> Iterator[Problem]:
 
 
 def _folders(config: "Config") -> Iterator[Problem]:
+    # os.path: pathlib raises where a name is too long for any file system.
+    longest = max(map(os.fsencode, Path(config.output_dir).parts), key=len, default=b"")
+    if len(longest) > MAX_NAME_BYTES or len(os.fsencode(config.output_dir)) > MAX_PATH_BYTES:
+        yield Problem(
+            "output_dir cannot be the name of a folder",
+            f"{show_settings(config, 'output_dir')}, with a name of {len(longest)} bytes",
+            f"set output_dir to a path whose every name has at most {MAX_NAME_BYTES} bytes",
+            ("output_dir",),
+        )
     for parent in (Path(config.output_dir), *Path(config.output_dir).parents):
-        if parent.is_file():
+        if os.path.isfile(parent):
             yield Problem(
                 "output_dir is not a folder",
                 f"{show_settings(config, 'output_dir')}, and {parent} is a file",
@@ -383,7 +396,7 @@ def _folders(config: "Config") -> Iterator[Problem]:
                 ("output_dir",),
             )
     template = config.data.chat_template
-    if template is not None and not Path(template).is_file():
+    if template is not None and not os.path.isfile(template):
         yield Problem(
             "data.chat_template is not a file",
             show_settings(config, "data.chat_template"),

@@ -106,7 +106,10 @@ def parse_yaml(text: str, *, source: str, what: str = "the settings are", fix: s
     """Parse YAML 1.2, where `1e-5` is a number, `off` is text, and a key may stand once only."""
     found = ""
     try:
-        return YAML(typ="safe", pure=True).load(text)
+        value = YAML(typ="safe", pure=True).load(text)
+        if not (found := describe_excess(value)):
+            return value
+        found += f" ({source})"
     except MarkedYAMLError as error:
         mark = error.problem_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
@@ -116,7 +119,37 @@ def parse_yaml(text: str, *, source: str, what: str = "the settings are", fix: s
             found = f"a tab where only spaces may stand ({source}{place})"
     except (YAMLError, ValueError) as error:
         found = f"{error} ({source})"
+    except RecursionError:
+        found = f"lists or mappings within one another, too many to be read ({source})"
     raise ConfigError(f"{what} not valid YAML", values=found, fix=fix or _YAML_FIX)
+
+
+MAX_YAML_BYTES, MAX_YAML_VALUES = 2**20, 100_000  # of files written by hand; a page of text has 3,000 bytes
+
+
+def describe_excess(value: Any) -> str:
+    """Say what is wrong with a parsed file whose anchors hold themselves or stand for too much, "" for any other.
+
+    A few lines of anchors of anchors are shared while they are parsed, and gigabytes once they are written out.
+    """
+    sizes: dict[int, int] = {}
+
+    def size(value: Any) -> int:
+        if not isinstance(value, dict | list | tuple | set):
+            return 1
+        if id(value) not in sizes:
+            sizes[id(value)] = MAX_YAML_VALUES  # what it holds of itself
+            inner = [*value, *value.values()] if isinstance(value, dict) else value
+            sizes[id(value)] = 1 + sum(map(size, inner))
+        return sizes[id(value)]
+
+    try:
+        total = size(value)
+    except RecursionError:
+        return "lists or mappings within one another, too many to be read"
+    return (
+        f"with its anchors written out it has more than {MAX_YAML_VALUES:,} values" if total > MAX_YAML_VALUES else ""
+    )
 
 
 _YAML_FIX = "correct that place; keys are `name: value`, indented with spaces, each written once"
@@ -136,6 +169,9 @@ def read_settings_text(path: str | Path) -> str:
         found = f"{path} (looked in {Path.cwd()})" if not path.is_absolute() else str(path)
         raise ConfigError("the settings file does not exist", values=found, fix=f"give the path of a file{hint}")
     try:
+        if (size := path.stat().st_size) > MAX_YAML_BYTES:
+            found = f"{path}: {size:,} bytes, at most {MAX_YAML_BYTES:,} are read"
+            raise ConfigError("the settings file is too large", values=found, fix="give the settings file of a run")
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)

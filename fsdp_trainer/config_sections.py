@@ -67,11 +67,6 @@ class ModelConfig(Section):
     )
 
 
-# What data/known_keys.py calls the columns of a record.
-COLUMNS = ("messages", "conversations", "prompt", "completion", "instruction", "output", "text")
-COLUMNS += ("tools", "system", "input", "history", "chat_template_kwargs")
-
-
 class DataConfig(Section):
     """What is trained on, and how records become rows of tokens."""
 
@@ -146,6 +141,11 @@ class DataConfig(Section):
         description="A record that cannot be read: stop and name its line, or skip and count it. error is the default "
         "because a silently thinner data set is found late.",
     )
+    max_record_mib: Annotated[int, Field(ge=1, le=1024)] = Field(
+        default=64,
+        description="MiB of one line of JSON or one cell of CSV, unpacked; a longer one stops the run before it is "
+        "held in memory, as of a small .gz that holds gigabytes. A record of 64 MiB has about 16 million tokens.",
+    )
     shuffle: bool = Field(
         default=True,
         description="Draw a new order of rows each epoch, from train.seed and the epoch alone, so that it does not "
@@ -172,7 +172,7 @@ class DataConfig(Section):
         "memory and a CPU core. Threads of the training process do the work of up to 2 as fast, where the tokenizer is "
         "one of the usual (Rust) ones. 0 never starts any. With streaming each rank has so many of its own.",
     )
-    cache_dir: str | None = Field(
+    cache_dir: Text | None = Field(
         default=None,
         description="Folder for the prepared rows, reused when data, tokenizer and settings are the same, built anew "
         "when a byte is damaged; null puts it under the user's cache folder. Costs about 5 bytes of disk a token.",
@@ -396,7 +396,7 @@ class TrainConfig(Section):
         description="A loss or gradient that is NaN or infinite: stop, or skip that step (agreed by all ranks, "
         "counted, at most 3 in a row). error is the default because such a step mostly shows a bad record or high lr.",
     )
-    timeout_minutes: Annotated[float, Field(gt=0)] = Field(
+    timeout_minutes: Annotated[float, Field(gt=0, le=43_200)] = Field(
         default=30.0,
         description="Minutes after which a rank that shows no sign of life, or a collective that some rank never "
         "joined, ends the run; a lost rank is named. Lower finds a hang sooner; it must be longer than the slowest "

@@ -14,6 +14,10 @@ SOURCES = Takes("a path, a mapping {path, weight, split, subset}, or a list of t
 RENAMED = Takes("a mapping of names, such as {prompt: question, completion: answer}")
 HELD_OUT = Takes("a share above 0 and below 1, a path, a mapping {path, split, subset}, or a list of these")
 
+# What data/known_keys.py calls the columns of a record.
+COLUMNS = ("messages", "conversations", "prompt", "completion", "instruction", "output", "text")
+COLUMNS += ("tools", "system", "input", "history", "chat_template_kwargs")
+
 
 class SourceConfig(Section):
     """One source of data, where it takes more than a path to say."""

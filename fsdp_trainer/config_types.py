@@ -50,7 +50,7 @@ Stage = Annotated[
     BeforeValidator(_stage_from_name),
     Takes(f"0, 1, 2 or 3, or one of the names {', '.join(STRATEGY_STAGES)}"),
 ]
-Text = Annotated[str, Field(min_length=1), Takes("non-empty text")]
+Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$"), Takes("non-empty text")]
 Texts = Annotated[tuple[Text, ...], BeforeValidator(tuple_from_list)]
 Steps = Annotated[int, Field(ge=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]

@@ -9,11 +9,16 @@ class FsdpTrainerError(Exception):
 
     exit_code = 1
     heard = False  # another rank's error, raised on this one as well; that rank says it
+    labels = ("found", "to fix")
 
     def __init__(self, what: str, *, values: str = "", fix: str = "") -> None:
         self.what, self.values, self.fix = what, values, fix
-        parts = [what, f"  found: {values}" if values else "", f"  to fix: {fix}" if fix else ""]
-        super().__init__("\n".join(part for part in parts if part))
+        parts = [f"  {label}: {text}" for label, text in zip(self.labels, (values, fix), strict=True) if text]
+        super().__init__("\n".join([what, *parts]))
+
+    def headed(self) -> str:
+        """Return the message as a terminal shows it."""
+        return f"error: {self}"
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows in place of a traceback: the message says what to do, and the code is not the user's."""
@@ -60,6 +65,12 @@ class OutputError(FsdpTrainerError):
     exit_code = 7
 
 
+class FailedSave(CheckpointError, OutputError):
+    """A checkpoint or a model could not be written; the checkpoints that are there are as they were."""
+
+    exit_code = OutputError.exit_code
+
+
 class OutOfMemory(FsdpTrainerError):
     """A GPU or a machine had no memory left; out_of_memory.json in the run folder says where and what would fit."""
 
@@ -70,3 +81,8 @@ class Interrupted(FsdpTrainerError):
     """A signal asked the run to stop; a checkpoint was saved and the run can be resumed."""
 
     exit_code = 75  # EX_TEMPFAIL: schedulers read it as "start me again"
+    labels = ("so far", "to go on")
+
+    def headed(self) -> str:
+        """Return the message as a terminal shows it: what the user asked for is no error."""
+        return str(self)

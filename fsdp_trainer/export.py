@@ -27,7 +27,7 @@ from fsdp_trainer.checkpoint_folder import sync
 from fsdp_trainer.checkpoint_pace import waiting_for
 from fsdp_trainer.conversions import ExportGroup, architecture_of, plan_export, to_checkpoint
 from fsdp_trainer.custom_code import local_auto_map, write_custom_code
-from fsdp_trainer.errors import CheckpointError
+from fsdp_trainer.errors import FailedSave
 from fsdp_trainer.export_folder import make_empty, replace_folder, unfinished
 from fsdp_trainer.loading import QUANTIZATION
 from fsdp_trainer.model import names_in_fp32
@@ -67,7 +67,7 @@ def export_model(
 ) -> ExportedModel:
     """Write `model` to `folder` as safetensors, config, generation config, tokenizer, chat template and `card`.
 
-    All ranks call it, with the weights sharded; rank 0 writes, and all raise CheckpointError when it fails. Masters
+    All ranks call it, with the weights sharded; rank 0 writes, and all raise FailedSave when it fails. Masters
     that `optimizer` keeps are written instead of the weights they stand for. `hf_config` is the source's config as it
     was before training (`use_cache` stays what it says there); only dtype, architectures and the tie are set to what
     the weights are. `dtype` is auto (the source's), fp32, bf16 or fp16: a narrower one than the weights were trained in
@@ -105,7 +105,7 @@ def _write_gathered(path: Path, model: nn.Module, gathered: list[dict[str, torch
 def _on_main(
     action: Callable[[], None], folder: Path, process_group: dist.ProcessGroup | None, *, size: int = 0
 ) -> None:
-    """Run `action` on rank 0, which moves `size` bytes; a failure of disk or library is a CheckpointError on all."""
+    """Run `action` on rank 0, which moves `size` bytes; a failure of disk or library is a FailedSave on all."""
     with waiting_for(f"The export to {folder}", size, process_group=process_group):
         run_on_main(lambda: guarded(action, folder), process_group=process_group)
 
@@ -121,7 +121,7 @@ def try_writing(
 ) -> None:
     """Send the smallest tensors of the export to `folder` through what writes and reads its files, and remove them.
 
-    Collective; CheckpointError on every rank where that fails. Neither the run nor an earlier folder is changed.
+    Collective; FailedSave on every rank where that fails. Neither the run nor an earlier folder is changed.
     """
     weights = exported_weights(model, optimizer)
     dtypes = exported_dtypes(model, weights, resolve_dtype(dtype, hf_config, model))
@@ -147,7 +147,7 @@ def guarded(action: Callable[[], None], folder: Path, *, then: str = "") -> None
         action()
     except Exception as error:
         shutil.rmtree(unfinished(folder), ignore_errors=True)
-        raise CheckpointError(
+        raise FailedSave(
             "The trained model could not be written; an earlier folder is as it was.",
             values=f"{folder}: {type(error).__name__}: {error}",
             fix=f"make room or give write access there; {then or how_to_go_on(folder.parent)}",

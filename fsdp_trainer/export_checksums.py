@@ -18,8 +18,8 @@ from fsdp_trainer.checkpoint_manifest import (
     write_sealed,
 )
 from fsdp_trainer.errors import CheckpointError
+from fsdp_trainer.run_folder import CHECKSUMS
 
-CHECKSUMS = "checksums.json"
 _FORMAT = 1
 _MARK = b"xxh3_128"  # in every file of ours, also in a damaged one; another tool's of that name is none of our business
 _WEIGHTS = ".safetensors"

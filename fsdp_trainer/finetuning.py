@@ -6,7 +6,7 @@ No torch is imported here: with `processes` this one only waits and shows, whate
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 from fsdp_trainer.config import Config
 from fsdp_trainer.errors import ConfigError, FsdpTrainerError, Interrupted, OutOfMemory
+from fsdp_trainer.finished_run import describe_finished
 from fsdp_trainer.launch import launch, read_status
-from fsdp_trainer.memory.plan_files import prediction_of, refuse_unfit
+from fsdp_trainer.memory.plan_files import PLANNED, prediction_of, refuse_unfit
 from fsdp_trainer.memory.planning import plan_for_ranks
 from fsdp_trainer.out_of_memory_page import read_record
 from fsdp_trainer.progress import log_line
@@ -52,6 +53,9 @@ def finetune(
         )
     if processes is not None and not _is_launched():
         return _start_processes(config, processes, plan=plan, prediction=prediction)
+    if (finished := describe_finished(config, unsaid=PLANNED if plan else ())) is not None:
+        log_line(finished, is_main=os.environ.get("RANK", "0") == "0")
+        return TrainResult.read(config.output_dir)
     from fsdp_trainer import training
 
     if plan is not None:
@@ -100,25 +104,33 @@ def _start_processes(
         if prediction is not None:
             (Path(temporary) / PREDICTION).write_text(json.dumps(prediction), encoding="utf-8")
         arguments = ["--config", str(settings), *(["--plan", plan] if plan else [])]
-        run = partial(launch, config, arguments=arguments, processes=processes)
+        said: list[str] = []
+        run = partial(
+            launch,
+            config,
+            arguments=arguments,
+            processes=processes,
+            unsaid=PLANNED if plan else (),
+            on_refusal=said.append,
+        )
         if in_kernel():  # it shows what this process shows, not what a child writes to the server's terminal
             with show_run(folder) as cell:
-                _check(run(on_line=cell.add, on_quiet=cell.rest), folder)
+                _check(run(on_line=cell.add, on_quiet=cell.rest), folder, said)
         else:
-            _check(run(), folder)
+            _check(run(), folder, said)
     return replace(TrainResult.read(folder), shown_in=execution_count())
 
 
-def _check(code: int, folder: Path) -> None:
+def _check(code: int, folder: Path, said: Sequence[str]) -> None:
     if code:
-        raise _error_of(code, folder)
+        raise _error_of(code, folder, said)
 
 
-def _error_of(code: int, folder: Path) -> FsdpTrainerError:
-    """What went wrong, as the ranks left it in the run folder."""
+def _error_of(code: int, folder: Path, said: Sequence[str] = ()) -> FsdpTrainerError:
+    """What went wrong, as the ranks left it in the run folder, or `said` where they left that as it was."""
     if code == OutOfMemory.exit_code and (found := read_record(folder)) is not None:
         return OutOfMemory(format_out_of_memory(found))
-    written, message = read_status(folder / STATUS)
+    written, message = (code, said[0]) if said else read_status(folder / STATUS)
     kind = {error.exit_code: error for error in FsdpTrainerError.__subclasses__()}.get(code, FsdpTrainerError)
     if message and written == code:  # not an earlier run's; its three parts are in it already
         return kind(message)

@@ -1,10 +1,11 @@
 """What a ladder measured, as plain numbers: one row a rung, kept in ladder.json and shown from there."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
+
+from fsdp_trainer.run_folder import parse_json
 
 Outcome = Literal["finished", "out of memory", "failed", "not run"]
 LADDER, PAGE = "ladder.json", "ladder.html"
@@ -72,7 +73,7 @@ class LadderResult:
     def read(cls, folder: Path) -> "LadderResult | None":
         """Read ladder.json of a folder; None where there is none that can be read."""
         try:
-            found = json.loads((folder / LADDER).read_text(encoding="utf-8"))
+            found = parse_json((folder / LADDER).read_text(encoding="utf-8"))
             known = {field.name for field in fields(RungResult)}
             rungs = tuple(RungResult(**{k: v for k, v in rung.items() if k in known}) for rung in found["rungs"])
             if found["version"] != VERSION:

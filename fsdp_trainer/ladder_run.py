@@ -4,7 +4,6 @@ What a rung ends with is a result: out of memory, or failed, and the next one is
 ladder.json after every rung, so that a ladder that was stopped goes on where it was.
 """
 
-import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -32,7 +31,16 @@ from fsdp_trainer.memory.ledger import Ledger
 from fsdp_trainer.memory.planning import hardware_here
 from fsdp_trainer.memory.simulation import Simulation
 from fsdp_trainer.memory.simulation_workers import Answer, simulation_workers
-from fsdp_trainer.run_folder import METRICS, SETTINGS, STATUS, check_writable, write_json, write_text_atomically
+from fsdp_trainer.run_folder import (
+    METRICS,
+    SETTINGS,
+    STATUS,
+    again,
+    check_writable,
+    parse_json,
+    write_json,
+    write_text_atomically,
+)
 from fsdp_trainer.run_lock import lock_folder, unlock_folder
 from fsdp_trainer.units import format_bytes, format_number
 
@@ -287,7 +295,7 @@ def _run_rung(climb: _Climb, rung: Rung, start: Start) -> dict[str, Any]:
         raise Interrupted(
             "The ladder was stopped.",
             values=f"{climb.result.folder / LADDER} has what was measured; {rung.name} is measured anew",
-            fix="start the same command again to go on",
+            fix=again(" to go on"),
         )
     message = "" if code == 0 else read_status(folder / STATUS)[1] or "\n".join(last)
     if code in _ENDS:
@@ -303,7 +311,7 @@ def _starter(processes: int) -> Start:
         try:
             return launch(rung.config, arguments=["--config", str(settings)], processes=processes, on_line=say)
         except FsdpTrainerError as error:  # this rung alone, such as of a card without bf16
-            say(f"error: {error}")
+            say(error.headed())
             return error.exit_code
 
     return start
@@ -338,6 +346,6 @@ def _read_steps(folder: Path) -> Iterator[_Step]:
     with suppress(OSError):
         for line in (folder / METRICS).read_text(encoding="utf-8").splitlines():
             with suppress(ValueError):  # torn by a kill
-                row = json.loads(line)
+                row = parse_json(line)
                 if "loss" in row:
                     yield _Step(row["step"], row["loss"], row["step_seconds"], row["tokens"])

@@ -3,8 +3,8 @@
 Works without torch: the parent of a run only waits.
 """
 
-import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -25,15 +25,35 @@ import psutil
 from fsdp_trainer.config import Config
 from fsdp_trainer.config_checks import check_model_path
 from fsdp_trainer.cuda_allocator import use_expandable_segments
-from fsdp_trainer.errors import ConfigError, DistributedError, Interrupted, OutOfMemory
+from fsdp_trainer.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DistributedError,
+    Interrupted,
+    OutOfMemory,
+    OutputError,
+)
+from fsdp_trainer.finished_run import describe_finished
 from fsdp_trainer.hub import refuse_unreachable_model
 from fsdp_trainer.launch_profile import check_profile, read_profile, write_profile
 from fsdp_trainer.memory.hardware import CPU_RANKS
 from fsdp_trainer.memory.machine import count_kills
+from fsdp_trainer.model_config import refuse_hostile_config
 from fsdp_trainer.output_log import OUTPUT, describe_parent, follow_lines
-from fsdp_trainer.progress import log_error
-from fsdp_trainer.run_folder import STATUS, check_writable, how_to_go_on, writing
+from fsdp_trainer.progress import log_error, log_line
+from fsdp_trainer.run_folder import (
+    COMMAND,
+    REFUSALS,
+    STATUS,
+    check_writable,
+    how_to_go_on,
+    parse_json,
+    read_json,
+    writing,
+)
 from fsdp_trainer.run_lock import refuse_held_folder
+from fsdp_trainer.signals import stopped_before_the_first_step
 from fsdp_trainer.units import format_number
 
 SCRIPT = Path(__file__).resolve().with_name("train.py")
@@ -41,6 +61,7 @@ AGENT = SCRIPT.with_name("launch_agent.py")
 # Set for ranks that this package starts: what they leave when memory runs out is completed when they are gone.
 LAUNCHER = "FSDP_TRAINER_LAUNCHER"
 # What a run ends with whose rank was killed: by the rank that lost it, or by the agent itself.
+AGREED = (ConfigError.exit_code, DataError.exit_code, CheckpointError.exit_code, OutputError.exit_code)  # by all ranks
 KILLED = (DistributedError.exit_code, 128 + signal.SIGKILL)
 
 
@@ -169,6 +190,8 @@ def launch(
     on_line: Callable[[str], None] | None = None,
     typed: Sequence[str] = (),
     on_quiet: Callable[[], None] = lambda: None,
+    unsaid: Collection[str] = (),
+    on_refusal: Callable[[str], None] = lambda message: None,
 ) -> int:
     """Run train.py with `arguments` in N processes and return the exit code of the run.
 
@@ -177,12 +200,17 @@ def launch(
     (a notebook, where a child's output would go to the server's terminal) each line of output is handed to it, and
     kept in the run folder; the workers then save and stop also when this process is killed. `on_quiet` is called ten
     times a second while no line comes. `typed` is the command of the user, to which a run that is out of memory adds
-    what would fit.
+    what would fit. A run that has finished already is said to have, and no process is started; `unsaid` names the
+    settings that a plan will choose. `on_refusal` gets the message of a start that left the folder as it was.
     """
+    if (finished := describe_finished(config, unsaid=unsaid)) is not None:
+        (on_line or log_line)(finished)
+        return 0
     profile = Path(profile) if profile is not None else None
     count = 1 if machines is None else machines.count
     processes, content = plan_processes(config, profile=profile, processes=processes, machines=count)
     check_model_path(config.model.path)
+    refuse_hostile_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
     refuse_unreachable_model(config.model.path, tokenizer=config.model.tokenizer, revision=config.model.revision)
     check_trackers(config.log.trackers)
     check_writable(Path(config.output_dir))
@@ -197,15 +225,26 @@ def launch(
             refuse_held_folder(Path(config.output_dir))
         command = launch_command(profile, content, arguments=arguments, machines=machines)
         environ = launch_environment(os.environ, content, processes=processes)
+        environ |= {COMMAND: shlex.join(typed), REFUSALS: folder}
         status = Path(config.output_dir, STATUS)
         before, kills = _modified(status), count_kills()
         log = Path(config.output_dir, OUTPUT)
-        code, stopped_by = _run(command, environ, on_line=on_line, on_quiet=on_quiet, log=log)
+        code, signals = _run(command, environ, on_line=on_line, on_quiet=on_quiet, log=log)
+        refused, why = read_status(Path(folder, STATUS))
     if code == 0:
         return 0
-    code = code if code > 0 else 128 - code
+    code, stopped_by = code if code > 0 else 128 - code, signals[0] if signals else None
+    has_written = _modified(status) != before
     # The agent's code is that of the rank that failed first; which one knows the cause stands in the run folder.
-    written, message = read_status(status) if _modified(status) != before else (None, "")
+    written, message = read_status(status) if has_written else (None, "")
+    if written is None and refused is not None:
+        on_refusal(why)
+        return refused
+    if written is None and len(signals) == 1 and not has_written:  # before a rank was there to say so
+        error = stopped_before_the_first_step(signal.Signals(signals[0]).name, command=shlex.join(typed))
+        on_refusal(str(error))
+        (on_line or log_error)(error.headed())
+        return error.exit_code
     if not message and code > 128 and stopped_by is None:
         message = _describe_death(code - 128, Path(config.output_dir))
     if stopped_by is None and count_kills() > kills and (written or code) in KILLED:
@@ -214,7 +253,8 @@ def launch(
         message = ""
         for line in page:
             (on_line or log_error)(line)
-    said_once = processes == 1 or written == Interrupted.exit_code
+    began = (read_json(status) or {}).get("started") is not None
+    said_once = processes == 1 or written == Interrupted.exit_code or (written in AGREED and not began)
     if message and not (written and said_once):  # said again: other ranks may have had something to say after it
         (on_line or log_error)(f"error: {message}")
     if written:
@@ -301,8 +341,8 @@ def _run(
     on_line: Callable[[str], None] | None,
     on_quiet: Callable[[], None],
     log: Path,
-) -> tuple[int, int | None]:
-    """Run the command to its end; return its exit code and the first signal that was passed on, if any."""
+) -> tuple[int, list[int]]:
+    """Run the command to its end; return its exit code and the signals that came."""
     environ = dict(environ)
     with ExitStack() as stack:
         output, start = None, 0
@@ -330,7 +370,7 @@ def _run(
             code = child.wait()
         finally:
             _end(child)
-    return code, received[0] if received else None
+    return code, received
 
 
 @contextmanager
@@ -418,7 +458,7 @@ def _modified(path: Path) -> int | None:
 def read_status(path: Path) -> tuple[int | None, str]:
     """Return the exit code and the message that the workers left, where the file holds them."""
     try:
-        status = json.loads(path.read_text(encoding="utf-8"))
+        status = parse_json(path.read_text(encoding="utf-8"))
         code, message = status["exit_code"], status.get("message", "")
     except (OSError, ValueError, KeyError, TypeError):
         return None, ""

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from fsdp_trainer.config import Config
-from fsdp_trainer.config_reading import Problem, format_value, raise_problems
+from fsdp_trainer.config_reading import Problem, describe_excess, format_value, raise_problems
 from fsdp_trainer.errors import ConfigError
 
 # accelerate/commands/config/config_args.py, ClusterConfig; every other top-level key ends Accelerate with a traceback.
@@ -90,7 +90,9 @@ def read_profile(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"the Accelerate profile {wrong}", values=str(path), fix="give the path of a file")
     try:
         profile = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        if excess := describe_excess(profile):
+            raise ValueError(excess)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         found = f"{path}: {' '.join(str(error).split())}"
         raise ConfigError("the Accelerate profile cannot be read", values=found, fix="correct that place") from None
     if not isinstance(profile, dict):

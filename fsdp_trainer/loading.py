@@ -4,6 +4,7 @@ What a stored tensor is called in the model, and which ones are merged into one,
 is missing, left over, of another shape or not understood is refused by name.
 """
 
+import math
 import os
 import re
 from collections import defaultdict
@@ -141,6 +142,23 @@ def plain_name(name: str) -> str:
     return ".".join(parts)
 
 
+def describe_mixed(folder: Path, stored: Mapping[str, StoredTensor]) -> list[str]:
+    """Return a line about files whose floating tensors are not all of one dtype, such as norms in fp32 among bf16."""
+    sizes: dict[str, int] = defaultdict(int)
+    for tensor in stored.values():
+        if tensor.dtype in FLOATING:
+            sizes[tensor.dtype] += math.prod(tensor.shape)
+    if len(sizes) < 2:
+        return []
+    usual = max(sizes, key=lambda dtype: sizes[dtype])
+    others = [tensor for tensor in stored.values() if tensor.dtype in FLOATING and tensor.dtype != usual]
+    shown = ", ".join(f"{tensor.name} {tensor.dtype}" for tensor in others[:3]) + (", ..." if len(others) > 3 else "")
+    return [
+        f"{folder}: {len(others)} of {len(stored)} tensors are not stored as {usual} ({shown}): they train as the "
+        "others do, and the export writes all in export.dtype"
+    ]
+
+
 @dataclass
 class _Sources:
     """The stored tensors that go into one tensor of the model (or the first of several), by source pattern."""
@@ -158,6 +176,7 @@ def plan_loading(model: Any, folder: Path) -> LoadingPlan:
     stored = open_weights(folder)
     plain = {plain_name(name): replace(tensor, name=plain_name(name)) for name, tensor in stored.items()}
     notes = [_stale_quantization(model, folder)] if quantization_of(model.config) else []
+    notes += describe_mixed(folder, stored)
     if plain.keys() != stored.keys() and len(plain) == len(stored):
         wrapped = [name for name in stored if name not in plain]
         try:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
+from transformers.utils import cached_file
 
 from fsdp_trainer.attention import choose_attention
 from fsdp_trainer.config import ModelConfig
@@ -28,6 +29,7 @@ from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.export_checksums import refuse_damaged_sides
 from fsdp_trainer.gguf_model import local_model
 from fsdp_trainer.hub import refuse_unreachable
+from fsdp_trainer.model_config import refuse_hostile_config
 from fsdp_trainer.rotary import choose_tables_by_document
 
 
@@ -57,15 +59,28 @@ def load_hf_config(path: str, *, revision: str | None = None, trust_remote_code:
     refuse_damaged_sides(Path(path))
     if trust_remote_code:
         check_custom_code(path, revision=revision)
+    refuse_hostile_config(path, file=_config_file(path, revision), trust_remote_code=trust_remote_code)
     try:
         with one_at_a_time(trust_remote_code=trust_remote_code):
             config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     # The last: a config that contradicts itself is refused by huggingface_hub's own dataclass checks.
-    except (OSError, ValueError, StrictDataclassError) as error:
+    except (OSError, ValueError, RecursionError, StrictDataclassError) as error:
         raise _explain_config(path, error) from error
     if trust_remote_code and revision is not None:
         config._commit_hash = revision  # where the code is read from later; never written (configuration_utils.py)
     return config
+
+
+def _config_file(path: str, revision: str | None) -> Path | None:
+    """Return the config.json that AutoConfig will read; None where there is none to be had."""
+    missing = {
+        f"_raise_exceptions_for_{what}": False for what in ("gated_repo", "missing_entries", "connection_errors")
+    }
+    try:
+        found = cached_file(path, "config.json", revision=revision, **missing)
+    except (OSError, ValueError):  # AutoConfig says it in its own words
+        return None
+    return Path(found) if found is not None else None
 
 
 def _explain_config(path: str, error: Exception) -> ConfigError:

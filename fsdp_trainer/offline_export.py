@@ -21,7 +21,7 @@ from fsdp_trainer.checkpoint_table import TableReader
 from fsdp_trainer.config import Config
 from fsdp_trainer.conversions import plan_export
 from fsdp_trainer.custom_code import digest_of_code, read_custom_code
-from fsdp_trainer.data.chat import read_chat_template
+from fsdp_trainer.data.template_files import read_chat_template
 from fsdp_trainer.errors import CheckpointError, FsdpTrainerError
 from fsdp_trainer.export import (
     DTYPES,

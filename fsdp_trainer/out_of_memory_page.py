@@ -3,7 +3,6 @@
 A rank leaves out_of_memory.json; the advice and the command that goes on are added here, and the page is written.
 """
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +16,7 @@ from fsdp_trainer.memory.advice import Advice, Shortage, advise
 from fsdp_trainer.memory.hardware import CPU, Hardware, card_name, parse_gpus
 from fsdp_trainer.memory.machine import machine_bytes
 from fsdp_trainer.resume_rules import RULES
-from fsdp_trainer.run_folder import DEVICES, STATUS, write_json, write_status, write_text_atomically
+from fsdp_trainer.run_folder import DEVICES, STATUS, parse_json, write_json, write_status, write_text_atomically
 
 FILE, PAGE = "out_of_memory.json", "out_of_memory.html"
 GIB = 2**30
@@ -38,7 +37,7 @@ def read_record(folder: Path) -> dict[str, Any] | None:
 
 def _read_object(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
@@ -52,7 +51,7 @@ def leave_host_kill(config: Config, *, processes: int, machines: int = 1) -> int
     folder = Path(config.output_dir)
     step = 0
     with suppress(OSError, ValueError, KeyError, TypeError):
-        step = int(json.loads((folder / STATUS).read_text(encoding="utf-8"))["step"])
+        step = int(parse_json((folder / STATUS).read_text(encoding="utf-8"))["step"])
     sizes = dict.fromkeys(("requested", "free", "allocated", "reserved", "limit", "predicted"))
     devices = _read_object(folder / DEVICES) or {"device": CPU, "memory_bytes": None}
     record = {

@@ -3,22 +3,41 @@
 In a notebook, a file or a pipe a bar becomes one line at the start and one at the end. Only the main rank shows any.
 """
 
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.segment import Segment
 from rich.text import Text
 
-from fsdp_trainer.units import format_count, format_duration
+from fsdp_trainer.units import format_count, format_duration, printable
+
+
+class SafeConsole(Console):
+    """A console that never obeys what it shows: texts of data, models and run folders may hold escape sequences."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Render as rich does, with the characters that a terminal would obey written out."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+
+def bear_any_text() -> None:
+    """Let both streams write out what their encoding has no letter for (LC_ALL=C, latin-1) instead of raising."""
+    for stream in (sys.stdout, sys.stderr):
+        if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def make_console(*, stderr: bool = False) -> Console:
     """Make a console that never reads markup or breaks a line: paths and tracebacks come out as they are."""
     # Made anew each time: sys.stdout is another object in a notebook, under a test, and while a bar is drawn.
     # A notebook gets lines of text as well: rich would make each a display of its own, with a scroll bar.
-    return Console(stderr=stderr, soft_wrap=True, markup=False, highlight=False, emoji=False, force_jupyter=False)
+    bear_any_text()
+    return SafeConsole(stderr=stderr, soft_wrap=True, markup=False, highlight=False, emoji=False, force_jupyter=False)
 
 
 def log_line(text: str | Text, *, is_main: bool = True) -> None:

@@ -100,6 +100,7 @@ RULES: Mapping[str, Rule] = {
         "data.format",
         "data.columns",
         "data.on_bad_record",
+        "data.max_record_mib",
     ),
     **_rules(
         "allowed",

@@ -19,7 +19,7 @@ from fsdp_trainer.checkpoint import PendingSave, save_checkpoint
 from fsdp_trainer.checkpoint_copy import HostMemory
 from fsdp_trainer.checkpoint_folder import checkpoint_path, record_best
 from fsdp_trainer.checkpoint_manifest import Best, Progress
-from fsdp_trainer.errors import CheckpointError
+from fsdp_trainer.errors import CheckpointError, FailedSave
 from fsdp_trainer.progress import log_line
 from fsdp_trainer.run import Run
 from fsdp_trainer.run_folder import write_status
@@ -53,12 +53,12 @@ def saving_failed(failed: CheckpointError | None, model: Path | None) -> Iterato
         if failed is None:
             raise
         values = f"{failed.values}; {error.values}"
-        raise CheckpointError(
+        raise FailedSave(
             "Neither the last checkpoint nor the model could be written.", values=values, fix=failed.fix
         ) from error
     if failed is not None:
         there = f"; the trained model is there all the same: {model}" if model is not None else ""
-        raise CheckpointError(failed.what, values=failed.values + there, fix=failed.fix) from failed
+        raise FailedSave(failed.what, values=failed.values + there, fix=failed.fix) from failed
 
 
 def _steps_of_saves(*, every_steps: int, async_save: bool) -> set[int]:

@@ -36,17 +36,7 @@ def train_step(run: Run, window: Window, *, learning_rate: float, optimizer_step
     The labels are what a profile shows and what the memory ledger takes its phases from.
     """
     with run.runtime.tensors():
-        loss_sum = torch.zeros((), dtype=torch.float32, device=run.runtime.device)
-        scale = _backward_scale(run, window.supervised_tokens)
-        for index, micro_batch in enumerate(window.micro_batches):
-            run.sharding.before_micro_batch(is_last=index == len(window.micro_batches) - 1)
-            with run.runtime.phases.enter("forward"):
-                scaled_loss, summed_loss = _forward(run, micro_batch, scale)
-            with run.runtime.phases.enter("backward"):
-                scaled_loss.backward()
-            loss_sum += summed_loss
-        # A gathered weight would hide the update from the next forward.
-        run.sharding.reshard_all()
+        loss_sum = accumulate_gradients(run, window)
         with run.runtime.phases.enter("clip"):
             grad_norm = _clip_gradients(run)
         with run.runtime.phases.enter("step"):
@@ -54,6 +44,22 @@ def train_step(run: Run, window: Window, *, learning_rate: float, optimizer_step
         run.optimizer.zero_grad(set_to_none=True)
         dist.all_reduce(loss_sum)
         return StepOutput(loss_sum / window.supervised_tokens, grad_norm, skipped)
+
+
+def accumulate_gradients(run: Run, window: Window) -> torch.Tensor:
+    """Add up the window's gradients, micro-batch by micro-batch; return this rank's summed loss, fp32 on the device."""
+    loss_sum = torch.zeros((), dtype=torch.float32, device=run.runtime.device)
+    scale = _backward_scale(run, window.supervised_tokens)
+    for index, micro_batch in enumerate(window.micro_batches):
+        run.sharding.before_micro_batch(is_last=index == len(window.micro_batches) - 1)
+        with run.runtime.phases.enter("forward"):
+            scaled_loss, summed_loss = _forward(run, micro_batch, scale)
+        with run.runtime.phases.enter("backward"):
+            scaled_loss.backward()
+        loss_sum += summed_loss
+    # A gathered weight would hide the update from the next forward.
+    run.sharding.reshard_all()
+    return loss_sum
 
 
 @torch.no_grad()

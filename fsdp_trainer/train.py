@@ -11,7 +11,6 @@ _FOLDER = os.path.dirname(os.path.realpath(__file__))
 sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry or os.curdir) != _FOLDER]
 
 import argparse  # noqa: E402
-import json  # noqa: E402
 import multiprocessing  # noqa: E402
 import signal  # noqa: E402
 import threading  # noqa: E402
@@ -26,21 +25,33 @@ _FOUND = find_spec("fsdp_trainer")
 if _FOUND is None or os.path.dirname(os.path.realpath(str(_FOUND.origin))) != _FOLDER:
     sys.path.insert(0, os.path.dirname(_FOLDER))
 
-import psutil  # noqa: E402
-
 from fsdp_trainer.config import Config  # noqa: E402
 from fsdp_trainer.config_reading import check_command_flags  # noqa: E402
 from fsdp_trainer.cuda_allocator import use_expandable_segments  # noqa: E402
 from fsdp_trainer.errors import DistributedError, FolderInUse, FsdpTrainerError, Interrupted, OutputError  # noqa: E402
+from fsdp_trainer.finished_run import describe_finished  # noqa: E402
 from fsdp_trainer.launch_agent import tell_agent  # noqa: E402
 from fsdp_trainer.launch_profile import check_environment  # noqa: E402
-from fsdp_trainer.memory.plan_files import find_prediction  # noqa: E402
-from fsdp_trainer.progress import log_error  # noqa: E402
-from fsdp_trainer.run_folder import STATUS, write_status  # noqa: E402
+from fsdp_trainer.memory.plan_files import PLANNED, find_prediction  # noqa: E402
+from fsdp_trainer.progress import log_error, log_line  # noqa: E402
+from fsdp_trainer.run_folder import (  # noqa: E402
+    REFUSALS,
+    STATUS,
+    explain_no_room,
+    is_of_this_start,
+    read_json,
+    write_status,
+)
+from fsdp_trainer.signals import StopRequest, stop_on_signals  # noqa: E402
 
 
 def main(words: list[str] | None = None) -> int:
     """Train as the command line says and return the exit code; a message names the rank it comes from."""
+    with stop_on_signals() as stop:  # from here on: what comes while torch is imported is a stop and no death
+        return _main(words, stop)
+
+
+def _main(words: list[str] | None, stop: StopRequest) -> int:
     parser = argparse.ArgumentParser(
         description="Run by `accelerate launch`; every other word is a setting, --section.key=value.",
         allow_abbrev=False,
@@ -56,28 +67,36 @@ def main(words: list[str] | None = None) -> int:
         config = Config.load(known.config, overrides)
         check_environment(config, os.environ)
         config.check_world(int(world_size))
-
-        _finetune(config, settings_file=known.config, plans=known.plan is not None)
+        finished = describe_finished(config, unsaid=PLANNED if known.plan is not None else ())
+        if finished is not None:  # every rank reads the same files before any of them writes
+            log_line(finished, is_main=rank == "0")
+            return 0
+        _finetune(config, stop, settings_file=known.config, plans=known.plan is not None)
         _leave_report(config)
     except FsdpTrainerError as error:
         stopped = isinstance(error, Interrupted)  # agreed by all ranks, so it is the run's word and said once
         prefix = f"[rank {rank}] " if world_size != "1" and not stopped else ""
         if (rank == "0" if stopped else not error.heard) or _speaks_for_its_machine(world_size):
-            log_error(f"{prefix}error: {error}")
+            log_error(f"{prefix}{error.headed()}")
         tell_agent(str(error), secondary=_is_secondary(error))
         if config is not None and not isinstance(error, FolderInUse):
-            _leave_report(config)
+            _leave_report(config, failed=True)
         return error.exit_code
     except Exception as error:
         tell_agent(traceback.format_exc(), secondary=_is_secondary(error))
         if config is not None:
-            _leave_report(config)
+            _leave_report(config, failed=True)
         raise
     return 0
 
 
-def _leave_report(config: Config) -> None:
-    """Write report.html on rank 0; what is drawn with is imported only now, when nothing else waits for memory."""
+def _leave_report(config: Config, *, failed: bool = False) -> None:
+    """Write report.html on rank 0; what is drawn with is imported only now, when nothing else waits for memory.
+
+    Not where a start was refused: the folder, and the page in it, are those of the run before.
+    """
+    if failed and not is_of_this_start(Path(config.output_dir) / STATUS):
+        return
     if config.log.report and os.environ.get("RANK", "0") == "0":
         from fsdp_trainer.report.run_html import leave_report
 
@@ -94,11 +113,12 @@ def _is_secondary(error: Exception) -> bool:
     return not isinstance(error, FsdpTrainerError) or isinstance(error, DistributedError | Interrupted)
 
 
-def _finetune(config: Config, *, settings_file: str | None, plans: bool) -> None:
+def _finetune(config: Config, stop: StopRequest, *, settings_file: str | None, plans: bool) -> None:
     """Train, and leave the exit code in the run folder whichever rank fails: only there the launcher can find it."""
     try:
         from fsdp_trainer.training import finetune  # after the checks: it imports torch
 
+        stop.check()
         if plans:
             from fsdp_trainer.finetuning import plan_on_ranks
 
@@ -121,6 +141,9 @@ def _finetune(config: Config, *, settings_file: str | None, plans: bool) -> None
         raise
     except Exception as error:
         _outlive_the_agent()
+        if (full := explain_no_room(error)) is not None:
+            record_end(Path(config.output_dir), full.exit_code, state="failed", message=str(full), secondary=False)
+            raise full from error
         message = f"{type(error).__name__}: {error}"
         record_end(Path(config.output_dir), 1, state="failed", message=message, secondary=True)
         raise
@@ -150,15 +173,14 @@ def record_end(folder: Path, exit_code: int, *, state: str, message: str, second
     A `secondary` end is what a rank sees when another one has gone: a lost connection, the agent's SIGTERM. It does not
     replace the failure that another rank of this run has recorded.
     """
-    path, step = folder / STATUS, 0
     if secondary:
         time.sleep(SECONDS_FOR_THE_CAUSE)
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        status = json.loads(path.read_text(encoding="utf-8"))
-        step = int(status["step"])
-        in_this_run = path.stat().st_mtime >= psutil.Process().create_time()
-        if secondary and in_this_run and status["state"] == "failed":
+    for place in (os.environ.get(REFUSALS), folder):  # where `write_status` has put what another rank said
+        path = Path(place or folder, STATUS)
+        status = read_json(path) or {}
+        if secondary and status.get("state") == "failed" and is_of_this_start(path):
             return
+    step = int(status.get("step") or 0)
     with suppress(OutputError):  # a full disk must not hide the error that is on its way up
         write_status(folder, state=state, exit_code=exit_code, step=step, message=message)
 

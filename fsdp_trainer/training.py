@@ -26,6 +26,7 @@ from fsdp_trainer.errors import Interrupted, NonFiniteError, OutputError
 from fsdp_trainer.evaluation import evaluate, evaluation_is_due
 from fsdp_trainer.export import export_model
 from fsdp_trainer.model_card import format_model_card
+from fsdp_trainer.nonfinite import find_first_nonfinite
 from fsdp_trainer.optim.schedule import scheduled_rate
 from fsdp_trainer.out_of_memory import Last, out_of_memory_is_explained
 from fsdp_trainer.profiling import StepProfiler
@@ -34,7 +35,7 @@ from fsdp_trainer.rank_watch import RankWatch, watch_ranks
 from fsdp_trainer.rehearsal import rehearse, rehearses
 from fsdp_trainer.resume_rules import describe
 from fsdp_trainer.run import Run, build_run, check_model, start_values
-from fsdp_trainer.run_folder import append_metrics, has_evaluation, how_to_go_on, last_evaluation, write_status
+from fsdp_trainer.run_folder import again, append_metrics, has_evaluation, how_to_go_on, last_evaluation, write_status
 from fsdp_trainer.runtime import Runtime, build_runtime
 from fsdp_trainer.saving import Saver, saving_failed
 from fsdp_trainer.signals import StopRequest, stop_on_signals
@@ -46,6 +47,7 @@ from fsdp_trainer.training_ledger import RunLedger
 from fsdp_trainer.training_start import check_length, find_start, flatten, library_versions
 from fsdp_trainer.units import format_bytes, format_number
 
+_MARKS = ("traced", "profiled", "skipped")  # keys of rows in metrics.jsonl that are there only where they are true
 MAX_SKIPPED_IN_A_ROW = 3
 # The fp16 scaler starts at 2**16 and halves at each overflow: 16 in a row bring it to 1, where scaling ends.
 MAX_OVERFLOWS_IN_A_ROW = 16
@@ -196,12 +198,12 @@ def train_loop(run: Run, session: _Session, progress: Progress) -> Progress:
                 )
                 seconds = time.perf_counter() - started
             if skipped or loss != loss:
-                _check_skip(run, progress, loss=loss, grad_norm=grad_norm, rows=window.row_indices)
+                _check_skip(run, progress, loss=loss, grad_norm=grad_norm, window=window)
             progress = _advance(progress, window, skipped=skipped)
             session.ledger.took(run, progress.step, seconds, traced=traced)
             if session.watch is not None:
                 session.watch.step = progress.step
-            if progress.step % config.log.every_steps == 0 or progress.step == session.total_steps:
+            if progress.step % config.log.every_steps == 0 or progress.step == session.total_steps or skipped:
                 row = {
                     "step": progress.step,
                     "epoch": round(progress.step / data.steps_per_epoch, 6) if data.steps_per_epoch else window.epoch,
@@ -210,7 +212,7 @@ def train_loop(run: Run, session: _Session, progress: Progress) -> Progress:
                     "lr": rate,
                     **_speed(window, seconds),
                     **session.ledger.measure(),
-                    **{name: True for name, is_so in (("traced", traced), ("profiled", profiled)) if is_so},
+                    **_marks(run, traced, profiled, skipped),
                 }
                 _log_step(run, session, row, skipped=skipped)
             if session.stop.agreed():
@@ -221,6 +223,11 @@ def train_loop(run: Run, session: _Session, progress: Progress) -> Progress:
                 session.saver.poll()
                 session.saver.save_if_due(progress)
     return progress
+
+
+def _marks(run: Run, *are_so: bool) -> dict[str, Any]:
+    marks: dict[str, Any] = {name: True for name, is_so in zip(_MARKS, are_so, strict=True) if is_so}
+    return marks | ({"loss_scale": _scale_before(run.scaler)} if "skipped" in marks and run.scaler is not None else {})
 
 
 def _speed(window: Window, seconds: float) -> dict[str, float | None]:
@@ -253,7 +260,7 @@ def _advance(progress: Progress, window: Any, *, skipped: bool) -> Progress:
     )
 
 
-def _check_skip(run: Run, progress: Progress, *, loss: float, grad_norm: float, rows: tuple[int, ...]) -> None:
+def _check_skip(run: Run, progress: Progress, *, loss: float, grad_norm: float, window: Window) -> None:
     """Decide about a step whose gradient was not finite; loss and norm are equal on all ranks, so is the decision.
 
     An fp16 overflow is no error: the scaler halves its scale and the next step fits. Everything else follows
@@ -268,11 +275,21 @@ def _check_skip(run: Run, progress: Progress, *, loss: float, grad_norm: float, 
         reason, instead = f"{in_a_row} steps in a row were not finite.", " or lower optim.lr"
     else:
         reason, instead = "The gradient of a step is not finite.", ", lower optim.lr or set train.on_nonfinite: skip"
+    values = f"step {progress.step + 1}: loss {loss}, gradient norm {grad_norm}, rows {list(window.row_indices)[:16]}"
+    if run.scaler is not None:
+        values += f", gradients scaled by {_scale_before(run.scaler):g}"
+    with suppress(torch.OutOfMemoryError):  # a step that has fitted once
+        values += f"; the first that is not finite is {found}" if (found := find_first_nonfinite(run, window)) else ""
     raise NonFiniteError(
         reason,
-        values=f"step {progress.step + 1}: loss {loss}, gradient norm {grad_norm}, rows {list(rows)[:16]}",
+        values=values,
         fix=f"look at these rows{instead}; {how_to_go_on(Path(run.config.output_dir))}",
     )
+
+
+def _scale_before(scaler: torch.amp.GradScaler) -> float:
+    """Return what the gradients of a step that overflowed were scaled by: the scaler has backed off since."""
+    return scaler.get_scale() / scaler.get_backoff_factor()
 
 
 def _total_steps(config: Config, rows: Rows) -> int:
@@ -290,7 +307,7 @@ def _stop(run: Run, session: _Session, progress: Progress) -> NoReturn:
     raise Interrupted(
         f"Stopped on {session.stop.received} after step {progress.step}.",
         values=f"saved {path}" if path is not None else "nothing is saved (checkpoint.enabled: false)",
-        fix="start the same command again to go on from there" if path is not None else "start the same command again",
+        fix=again(" to go on from there" if path is not None else ""),
     )
 
 
@@ -335,7 +352,7 @@ def _log_step(run: Run, session: _Session, row: Mapping[str, Any], *, skipped: b
 
 def _write_metrics(run: Run, session: _Session, row: Mapping[str, Any]) -> None:
     """Write a row to metrics.jsonl and the trackers. Collective: a full disk ends the run on all ranks."""
-    numbers = {key: value for key, value in row.items() if key not in ("step", "traced") and value is not None}
+    numbers = {key: value for key, value in row.items() if key not in ("step", *_MARKS) and value is not None}
 
     def write() -> None:
         append_metrics(session.output_dir, row)

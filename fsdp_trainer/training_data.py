@@ -15,7 +15,6 @@ from fsdp_trainer.checkpoint_manifest import Progress
 from fsdp_trainer.config import Config, ModelConfig
 from fsdp_trainer.custom_code import digest_of_code, read_custom_code
 from fsdp_trainer.data.cache import evaluation_source
-from fsdp_trainer.data.chat import read_chat_template
 from fsdp_trainer.data.describe import format_sample
 from fsdp_trainer.data.loader import Window, iterate_windows, steps_per_epoch
 from fsdp_trainer.data.prepare import prepare_rows
@@ -23,6 +22,7 @@ from fsdp_trainer.data.report import DataReport
 from fsdp_trainer.data.rows import Rows
 from fsdp_trainer.data.sources import resolve_paths
 from fsdp_trainer.data.streaming import RowStream, build_stream, first_rows, stream_digest, stream_windows
+from fsdp_trainer.data.template_files import read_chat_template
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.export_checksums import refuse_damaged_sides
 from fsdp_trainer.gguf_model import local_model
@@ -172,7 +172,8 @@ def load_tokenizer(model: ModelConfig) -> Any:
     revision = {"revision": model.revision} if model.revision else {}
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code, **revision)
-    except (OSError, ValueError) as error:
+    # Exception: what is broken in tokenizer.json is told by the Rust library in a class of no name.
+    except Exception as error:
         raise ConfigError(
             "The tokenizer cannot be loaded.",
             values=shorten(f"{path}: {error}", 300),
@@ -184,7 +185,7 @@ def load_generation_config(model: ModelConfig) -> GenerationConfig | None:
     """Load the model's generation config; None where it has none."""
     try:
         return GenerationConfig.from_pretrained(local_model(model.path), revision=model.revision or "main")
-    except OSError:  # many models have none
+    except (OSError, RecursionError):  # many models have none; one that cannot be read is none
         return None
 
 

@@ -17,7 +17,7 @@ from fsdp_trainer.agreement import is_main, run_on_main
 from fsdp_trainer.checkpoint import checkpoint_bytes, try_saving
 from fsdp_trainer.checkpoint_folder import make_empty, published
 from fsdp_trainer.config import Config
-from fsdp_trainer.errors import CheckpointError, ConfigError
+from fsdp_trainer.errors import CheckpointError, FailedSave, OutputError
 from fsdp_trainer.export import MAX_FILE_BYTES, exported_bytes, try_writing
 from fsdp_trainer.export_folder import unfinished
 from fsdp_trainer.progress import log_line
@@ -91,7 +91,7 @@ def check_disk(
 
     Room for them is taken and given back, which quotas and limits answer, and one small shard goes through the writers
     and readers. A new checkpoint is written whole before an old one goes, so there is one more than is kept at the
-    worst moment. ConfigError where there is no room, CheckpointError where writing fails.
+    worst moment. OutputError where there is no room, FailedSave where writing fails.
     """
     config = run.config
     one = checkpoint_bytes(run.model, run.optimizer)
@@ -124,7 +124,7 @@ def check_disk(
             places = [(checkpoints / ".step-reserved.tmp", each), (unfinished(output_dir / "model"), _files(export))]
             refused = _reserve(places)
         if needed > free or refused:
-            raise ConfigError(
+            raise OutputError(
                 "The disk has no room for what this run will write.",
                 values=f"{output_dir}: {format_bytes(free)} free, {format_bytes(needed)} needed: "
                 f"{format_number(most - present, 'more checkpoint')} of {format_bytes(one)} (checkpoint.keep_latest: "
@@ -164,7 +164,7 @@ def writing_before_a_step(output_dir: Path) -> Iterator[None]:
         with writing(output_dir):
             yield
     except CheckpointError as error:
-        raise CheckpointError(
+        raise FailedSave(
             "What this run will write cannot be written: a trial of it failed before the first step.",
             values=error.values,
             fix="make room or give write access in output_dir, or set another one; no step was taken",

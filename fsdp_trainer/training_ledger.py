@@ -113,7 +113,9 @@ class RunLedger:
         return ledger
 
     def finish(self, run: Run) -> None:
-        """Count the last phase, write memory.json and show the ledger."""
+        """Count the last phase, write memory.json and show the ledger; a start without a step keeps what is there."""
+        if not self._seconds and self._traced is None and run_on_main((self._output_dir / FILE).is_file):
+            return
         self._peaks.close(self._runtime.phases.current)
         ledger = self.write(run)
         if ledger is not None:

@@ -3,6 +3,16 @@
 Only text comes out of here; arithmetic stays in plain bytes, tokens and seconds.
 """
 
+import re
+
+# What a terminal obeys: control characters but for line ends and tabs, and marks that turn the direction of writing.
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """Return text of a file as a terminal may have it: what it would obey is written out, as in \\x1b[2J."""
+    return _OBEYED.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
 
 def format_bytes(size: float) -> str:
     """Format bytes in binary units, as memory is sold: 1.5 GiB is 1.5 * 2**30 bytes.

@@ -77,6 +77,7 @@ def train(run_settings: dict[str, Any], fault: Fault | None = None) -> int:
     """
     folder, rank = Path(run_settings["output_dir"]), int(os.environ["RANK"])
     folder.mkdir(parents=True, exist_ok=True)
+    os.environ["FSDP_TRAINER_REFUSALS"] = str(refusals_of(run_settings))  # as the launcher does
     settings = folder / f"settings-of-rank{rank}.yaml"
     settings.write_text(json.dumps(run_settings))  # JSON is YAML
     main = _load_main()
@@ -180,6 +181,11 @@ def _forget_processes(run_settings: dict[str, Any]) -> None:
 def read_seen(folder: Path, rank: int) -> list[Any]:
     """Return what `train` recorded of each step begun: epoch, rows of the window, digest of this rank's part."""
     return [json.loads(line) for line in (folder / f"seen-rank{rank}.jsonl").read_text().splitlines()]
+
+
+def refusals_of(run_settings: dict[str, Any]) -> Path:
+    """Return the folder whose status.json says why the last start was refused on a run that was there before."""
+    return Path(f"{run_settings['output_dir']}-refusals")
 
 
 def read_status(folder: Path) -> dict[str, Any]:

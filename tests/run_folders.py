@@ -48,6 +48,12 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.texts).split())
 
 
+def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """What every file below a folder holds and when it was written, to compare before and after."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
 def row(step: int, **changes: Any) -> dict[str, Any]:
     """A row of metrics.jsonl, as a GPU's run writes it."""
     return {

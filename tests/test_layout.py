@@ -30,6 +30,7 @@ PARTS = {
     "launch_agent": "launch",
     "ladder": "ladder",
     "saving": "training",
+    "nonfinite": "training",
     "rank_watch": "training",
     "training_data": "training",
     "preview": "training",
@@ -92,7 +93,7 @@ PARTS = {
     "runtime": "techniques",
     "simulated": "techniques",
     "agreement": "techniques",
-    "signals": "techniques",
+    "signals": "base",
     "patches": "techniques",
     "model": "techniques",
     "model_card": "techniques",
@@ -121,6 +122,9 @@ PARTS = {
     "config": "config",
     "config_world_checks": "config",
     "resume_rules": "config",
+    "finished_run": "config",
+    "model_config": "base",
+    "limited": "base",
     "run_folder": "base",
     "run_lock": "base",
     "hub": "base",
@@ -180,8 +184,17 @@ WITHOUT_TORCH += ("ladder",)
 WITHOUT_TORCH += ("finetuning", "train_result", "output_log", "out_of_memory_page", "memory.advice")
 WITHOUT_TORCH += ("optim.schedule", "interop", "interop.gpu_profile")
 WITHOUT_TORCH += ("export_source", "checkpoint_folder", "checkpoint_manifest")
-WITHOUT_TORCH += ("caches", "hub", "run_record", "run_metrics", "report.watch_text", "report.runs_text")
-WITHOUT_TORCH += ("memory.ledger", "memory.predicted")
+WITHOUT_TORCH += (
+    "caches",
+    "hub",
+    "run_record",
+    "run_metrics",
+    "report.watch_text",
+    "report.runs_text",
+    "finished_run",
+    "signals",
+)
+WITHOUT_TORCH += ("memory.ledger", "memory.predicted", "model_config", "limited")
 WITHOUT_TORCH += ("memory.host", "memory.quick", "memory.simulation_text", "report")
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "bitsandbytes", "torchao"}
 MAY_PRINT = ("cli", "cli_plan", "cli_import", "cli_ladder", "cli_watch", "cli_report", "progress", "report", "demo")

@@ -15,9 +15,10 @@ import xxhash
 
 from fsdp_trainer.caches import cache_folder
 from fsdp_trainer.config import DataConfig
-from fsdp_trainer.data.chat import read_chat_template
 from fsdp_trainer.data.sources import Named, resolve_paths, resolve_sources
+from fsdp_trainer.data.template_files import read_chat_template
 from fsdp_trainer.errors import DataError
+from fsdp_trainer.run_folder import parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -124,7 +125,7 @@ def _identity(folder: Path) -> int | None:
 def _find_damage(folder: Path) -> str | None:
     try:
         written = (folder / _HASHES).read_bytes()
-        hashes = json.loads(written)
+        hashes = parse_json(written)
         listed = hashes.pop(_HASHES)
         if listed != _hash_json(hashes) or json.dumps(hashes | {_HASHES: listed}).encode() != written:
             return f"{_HASHES} is not as it was written"

@@ -4,12 +4,11 @@ Which part of the text is an assistant turn comes from the template's own genera
 conversation up to each turn and checking that the text so far is a prefix of the whole.
 """
 
-import json
 import re
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +18,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from fsdp_trainer.data.formats import Chat, RecordError, has_reasoning, mark_messages, mark_parts
 from fsdp_trainer.data.tokens import ControlTokens, build_control_tokens, is_hiding, texts_in
 from fsdp_trainer.errors import DataError
+from fsdp_trainer.limited import LimitReached, find_excess, run_limited
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,36 +73,6 @@ class ChatTemplate:
         return "strftime_now" in self.source
 
 
-def read_chat_template(path: str | Path | None, *, tokenizer: "PreTrainedTokenizerBase") -> str | None:
-    """Return the text of a template file, or the tokenizer's own template; None when it has none."""
-    if path is None:
-        return _own_template(tokenizer)
-    try:
-        text = Path(path).expanduser().read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            "data.chat_template cannot be read", values=f"{path}: {error}", fix="give the path of a Jinja file in UTF-8"
-        ) from error
-    try:
-        inside = json.loads(text)
-    except ValueError:
-        return text
-    # chat_template.json and tokenizer_config.json, in which models publish it
-    found = inside.get("chat_template") if isinstance(inside, dict) else None
-    return found if isinstance(found, str) else text
-
-
-def _own_template(tokenizer: "PreTrainedTokenizerBase") -> str | None:
-    found = tokenizer.chat_template
-    if isinstance(found, dict) and "default" not in found:
-        raise DataError(
-            "the tokenizer has several chat templates and none of them is its default",
-            values=f"{tokenizer.name_or_path}: {', '.join(map(str, found))}",
-            fix="write the one you mean to a file and name that in data.chat_template",
-        )
-    return tokenizer.get_chat_template() if found else None
-
-
 def build_chat_template(
     source: str, *, tokenizer: "PreTrainedTokenizerBase", ends: Collection[str] = (), sanitize: bool = True
 ) -> ChatTemplate:
@@ -121,6 +91,14 @@ def build_chat_template(
         sanitize=sanitize,
     )
     probe = ({"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _PROBE})
+    with RENDERING:  # which no other thread may hold while this process is forked
+        excess = find_excess(lambda: _render(bare, probe))
+    if excess is not None:
+        raise DataError(
+            "the chat template does not come to an end",
+            values=f"for a question and an answer it took {excess}",
+            fix="repair it, or name another in data.chat_template",
+        )
     try:
         text, spans = _render(bare, probe, markers="endgeneration" in source)
     except jinja2.TemplateSyntaxError as error:
@@ -471,15 +449,19 @@ def _render(
     try:
         # The function that apply_chat_template calls (transformers 5.17 to 5.24). Called directly because it gives the
         # spans in characters: one way of finding tokens then serves every format.
+        render = partial(
+            render_jinja_template,
+            [[_as_written(message) for message in messages]],
+            chat_template=template.source,
+            add_generation_prompt=ask,
+            return_assistant_tokens_mask=markers,
+            tools=list(tools) or None,  # templates ask whether there are any with `is none`
+            **{**template.variables, **variables},
+        )
         with RENDERING:
-            texts, spans = render_jinja_template(
-                [[_as_written(message) for message in messages]],
-                chat_template=template.source,
-                add_generation_prompt=ask,
-                return_assistant_tokens_mask=markers,
-                tools=list(tools) or None,  # templates ask whether there are any with `is none`
-                **{**template.variables, **variables},
-            )
+            texts, spans = run_limited(render)
+    except LimitReached as error:
+        raise RecordError("template error", f"the chat template took {error} for this conversation") from None
     except jinja2.TemplateSyntaxError:
         raise
     except (

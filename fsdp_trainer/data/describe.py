@@ -14,7 +14,7 @@ from rich.text import Text
 from fsdp_trainer.data.formats import visible
 from fsdp_trainer.data.report import DataReport
 from fsdp_trainer.data.rows import Rows
-from fsdp_trainer.errors import DataError
+from fsdp_trainer.errors import OutputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,7 +86,7 @@ def save_length_plot(reports: Sequence[tuple[str, DataReport]], path: Path, *, s
         figure.tight_layout()
         figure.savefig(path)
     except (OSError, ValueError) as error:
-        raise DataError(
+        raise OutputError(
             "the picture of the lengths cannot be written",
             values=f"{path}: {error}",
             fix="give --plot a file that ends in .png, .svg or .pdf in a folder that exists",

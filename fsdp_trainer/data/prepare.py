@@ -25,7 +25,6 @@ from fsdp_trainer.data.cache import (
     remove_damaged,
     write_hashes,
 )
-from fsdp_trainer.data.chat import read_chat_template
 from fsdp_trainer.data.encode import Encoded, Encoder, build_encoder
 from fsdp_trainer.data.order import share_rows
 from fsdp_trainer.data.packing import arrange_documents
@@ -37,11 +36,13 @@ from fsdp_trainer.data.sources import (
     Named,
     Source,
     read_examples,
+    reading_of,
     resolve_paths,
     resolve_sources,
 )
+from fsdp_trainer.data.template_files import read_chat_template
 from fsdp_trainer.data.workers import encode_in_processes, encode_in_threads
-from fsdp_trainer.errors import DataError
+from fsdp_trainer.errors import DataError, OutputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -111,24 +112,25 @@ def build_cache(
     """Build the rows and put them at `path`, complete or not at all."""
     encoder = encoder_of(data, tokenizer=tokenizer, vocab_size=vocab_size, stop_ids=stop_ids)
     rows, report = build_rows(source, data=data, encoder=encoder, seed=seed, split=split, on_records=on_records)
+    building: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         building = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    except OSError as error:
-        raise DataError(
-            "the cache of prepared rows cannot be written",
-            values=str(error),
-            fix="set data.cache_dir to another folder",
-        ) from error
-    try:
         save_rows(rows, building)
         save_report(report, building / "report.json")
         write_hashes(building)
         building.chmod(0o755)  # mkdtemp makes it private; a shared cache serves other users too
         if not path.exists():
             building.rename(path)
+    except OSError as error:
+        raise OutputError(
+            "The cache of prepared rows cannot be written.",
+            values=f"{path.parent}: {error.strerror or error}",  # NumPy says how much of an array it could write
+            fix="make room there, or set data.cache_dir to a folder on another disk",
+        ) from error
     finally:
-        shutil.rmtree(building, ignore_errors=True)
+        if building is not None:
+            shutil.rmtree(building, ignore_errors=True)
 
 
 def encoder_of(
@@ -173,7 +175,7 @@ def build_rows(
 ) -> tuple[Rows, DataReport]:
     """Read, encode and pack a source in memory; what is mixed by weight is packed apart."""
     sources = resolve_sources(source)
-    read = partial(read_examples, record_format=data.format, columns=data.columns)
+    read = partial(read_examples, **reading_of(data))
     held_out: set[int] | None = None
     if share := evaluation_share(data):
         held_out = _held_out_digests(read(resolve_paths(source)), share=share, seed=seed)

@@ -10,7 +10,6 @@ import itertools
 import json
 import re
 import shutil
-import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Collection, Generator, Iterator
@@ -28,7 +27,8 @@ KINDS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".
 KINDS |= {".parquet": "table", ".arrow": "table"}
 # What a person may name by mistake: read as JSON Lines these would only give an odd message.
 _UNREADABLE = {".zip", ".xz", ".bz2", ".7z", ".tar", ".tgz", ".xlsx", ".xls", ".pdf", ".docx", ".pkl", ".pt", ".npy"}
-_MAX_TEXT_BYTES = 2**30  # a plain text file is one record, and a record is held in memory
+MAX_RECORD_BYTES = 64 * 2**20  # where no setting says it: data.max_record_mib
+_MAX_TEXT_BYTES = 2**30  # of a file that is held in memory as a whole: a plain text, which is one record, or an array
 _TABLE_ROWS = 1024  # rows of a table turned into Python objects at a time
 # The first bytes of what a file may be in spite of its name, with the ending that name should have; "": never read.
 _SIGNATURES = {b"\x1f\x8b": ("gzip", ".gz"), b"\x28\xb5\x2f\xfd": ("zstd", ".zst"), b"PAR1": ("Parquet", ".parquet")}
@@ -93,26 +93,32 @@ def refuse_unreadable(path: Path) -> None:
             )
 
 
-def read_records(path: Path, *, start: Mark = START, wanted: Wanted = lambda names: None) -> Iterator[Record]:
+def read_records(
+    path: Path, *, start: Mark = START, wanted: Wanted = lambda names: None, max_bytes: int = MAX_RECORD_BYTES
+) -> Iterator[Record]:
     """Yield the records of a file from a mark on; of tables only the columns that `wanted` names.
 
+    No line and no cell of CSV has more than `max_bytes`, unpacked: a small packed file may hold gigabytes in one.
     DataError for what is wrong with the whole file: another encoding, a damaged or cut file, a header without a name.
     """
     kind = file_kind(path)
     if kind == "csv":
-        return _read_csv(path, start=start, delimiters="\t" if ".tsv" in path.name.lower() else ",;\t|")
+        delimiters = "\t" if ".tsv" in path.name.lower() else ",;\t|"
+        return _read_csv(path, start=start, delimiters=delimiters, max_bytes=max_bytes)
     if kind == "table":
         return _read_table(path, start=start, wanted=wanted)
     if kind == "text":
         return _read_text(path, start=start)
-    return _read_array(path, start=start) if _is_array(path) else _read_json_lines(path, start=start)
+    if _is_array(path):
+        return _read_array(path, start=start)
+    return _read_json_lines(path, start=start, max_bytes=max_bytes)
 
 
 # JSON
 
 
-def _read_json_lines(path: Path, *, start: Mark) -> Iterator[Record]:
-    for line, after in _lines(path, start=start):
+def _read_json_lines(path: Path, *, start: Mark, max_bytes: int) -> Iterator[Record]:
+    for line, after in _lines(path, start=start, max_bytes=max_bytes):
         if not (text := line.strip()):
             continue
         try:
@@ -123,14 +129,17 @@ def _read_json_lines(path: Path, *, start: Mark) -> Iterator[Record]:
 
 
 def _is_array(path: Path) -> bool:
-    with closing(_lines(path, start=START)) as lines:
-        first = next((text for line, _ in lines if (text := line.strip())), b"")
-    return first.startswith(b"[")
+    """Return whether the first byte that is no blank opens a list; an array may be one line, longer than any record."""
+    seen = b""
+    with closing(_open(path)) as file:
+        while not seen and (block := _guarded(file.read, 1 << 16, path=path, at="at its start")):
+            seen = block.removeprefix(BOM).lstrip()
+    return seen.startswith(b"[")
 
 
 def _read_array(path: Path, *, start: Mark) -> Iterator[Record]:
     """Yield the elements of a file that is one JSON array; its text is held in memory whole, its elements are not."""
-    text = "".join(line.decode() for line, _ in _lines(path, start=START))
+    text = _whole_text(path, fix=ONE_OBJECT_A_LINE)
     elements = _elements(text)
     for index in itertools.count():
         try:
@@ -176,14 +185,14 @@ def _after_blanks(text: str, at: int) -> int:
 # CSV and plain text
 
 
-def _read_csv(path: Path, *, start: Mark, delimiters: str) -> Iterator[Record]:
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the default, 128 KiB, is shorter than many a document
-    header, delimiter, first = _csv_header(path, delimiters=delimiters)
+def _read_csv(path: Path, *, start: Mark, delimiters: str, max_bytes: int) -> Iterator[Record]:
+    csv.field_size_limit(max_bytes)  # the default, 128 KiB, is shorter than many a document
+    header, delimiter, first = _csv_header(path, delimiters=delimiters, max_bytes=max_bytes)
     if (repeated := first_repeated(header)) is not None:
         raise DataError(
             f"{path}:1: two columns have one name", values=f"{repeated!r} in {header}", fix="rename one of them"
         )
-    with closing(_lines(path, start=max(start, first))) as lines:
+    with closing(_lines(path, start=max(start, first), max_bytes=max_bytes)) as lines:
         text = _Text(lines, after=max(start, first))
         rows = csv.reader(text, delimiter=delimiter, strict=True)
         while True:
@@ -208,12 +217,12 @@ def _read_csv(path: Path, *, start: Mark, delimiters: str) -> Iterator[Record]:
             yield Record(value, where, text.after)
 
 
-def _csv_header(path: Path, *, delimiters: str) -> tuple[list[str], str, Mark]:
+def _csv_header(path: Path, *, delimiters: str, max_bytes: int) -> tuple[list[str], str, Mark]:
     """Return the columns' names, the first delimiter that gives more than one of them, and the mark behind the line."""
     found: tuple[list[str], str, Mark] | None = None
     reason = ""
     for delimiter in delimiters:
-        with closing(_lines(path, start=START)) as lines:
+        with closing(_lines(path, start=START, max_bytes=max_bytes)) as lines:
             text = _Text(lines)
             try:
                 rows = csv.reader(text, delimiter=delimiter, strict=True)
@@ -253,32 +262,44 @@ class _Text:
 
 def _read_text(path: Path, *, start: Mark) -> Iterator[Record]:
     """Yield the whole file as one record: where a text is cut into documents is not for its line ends to say."""
-    if start.offset:
-        return
-    parts, size = [], 0
-    for line, _ in _lines(path, start=START):
-        parts.append(line[:-2] + b"\n" if line.endswith(b"\r\n") else line)
-        size += len(line)
-        if size > _MAX_TEXT_BYTES:
-            raise DataError(
-                "a plain text file is one record, and this one is too large",
-                values=f"{path}: more than {_MAX_TEXT_BYTES >> 30} GiB",
-                fix='cut it into documents: one file each, or one {"text": ...} a line of a JSONL file',
-            )
-    if size:
-        yield Record({"text": b"".join(parts).decode()}, str(path), Mark(1, 1))
+    if not start.offset and (text := _whole_text(path, fix=_ONE_FILE_A_DOCUMENT)):
+        yield Record({"text": text.replace("\r\n", "\n")}, str(path), Mark(1, 1))
+
+
+_ONE_FILE_A_DOCUMENT = 'cut it into documents: one file each, or one {"text": ...} a line of a JSONL file'
+
+
+def _whole_text(path: Path, *, fix: str) -> str:
+    """Return a file that is held in memory as a whole."""
+    parts, left = [], _MAX_TEXT_BYTES
+    try:
+        for line, _ in _lines(path, start=START, max_bytes=_MAX_TEXT_BYTES):
+            parts.append(line)
+            if (left := left - len(line)) < 0:
+                raise _TooLong
+    except _TooLong:
+        found = f"{path}: more than {_MAX_TEXT_BYTES >> 30} GiB"
+        raise DataError("the file is read as one record or array, and it is too large", values=found, fix=fix) from None
+    return b"".join(parts).decode()
+
+
+class _TooLong(DataError):
+    """A line is longer than what may be held."""
+
+    def __init__(self, what: str = "", *, values: str = "", fix: str = "") -> None:
+        super().__init__(what, values=values, fix=fix)
 
 
 # Bytes
 
 
-def _lines(path: Path, *, start: Mark) -> Generator[tuple[bytes, Mark], None, None]:
+def _lines(path: Path, *, start: Mark, max_bytes: int = MAX_RECORD_BYTES) -> Generator[tuple[bytes, Mark], None, None]:
     """Yield each line with its end, checked to be UTF-8 and without the file's BOM, and the mark behind it."""
     # Binary: lines end at \n alone; U+2028 or \x85 inside a string does not end one.
     with closing(_open(path)) as file:
         offset, number = start
         _skip(file, offset, path=path)
-        while raw := _next_line(file, path=path, number=number + 1):
+        while raw := _next_line(file, path=path, number=number + 1, max_bytes=max_bytes):
             try:
                 raw.decode()
             except UnicodeDecodeError as error:
@@ -311,8 +332,15 @@ def _skip(file: IO[bytes], count: int, *, path: Path) -> None:
         count -= len(block)
 
 
-def _next_line(file: IO[bytes], *, path: Path, number: int) -> bytes:
-    return _guarded(file.readline, -1, path=path, at=f"line {number}")
+def _next_line(file: IO[bytes], *, path: Path, number: int, max_bytes: int) -> bytes:
+    line = _guarded(file.readline, max_bytes + 1, path=path, at=f"line {number}")
+    if len(line) > max_bytes:
+        raise _TooLong(
+            f"{path}:{number}: this line is too long to be a record",
+            values=f"more than {max_bytes / 2**20:g} MiB",
+            fix="end each record with \\n, or raise data.max_record_mib where a record is that long",
+        )
+    return line
 
 
 def _guarded(read: Any, size: int, *, path: Path, at: str) -> bytes:

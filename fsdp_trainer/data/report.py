@@ -25,6 +25,7 @@ from fsdp_trainer.data.encode import NOT_ENCODED
 from fsdp_trainer.data.formats import visible
 from fsdp_trainer.data.rows import Rows
 from fsdp_trainer.errors import DataError
+from fsdp_trainer.run_folder import parse_json
 
 if TYPE_CHECKING:
     from fsdp_trainer.config import DataConfig
@@ -225,7 +226,7 @@ def save_report(report: DataReport, path: Path) -> None:
 def load_report(path: Path) -> DataReport:
     """Read a report that `save_report` wrote."""
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = parse_json(path.read_text(encoding="utf-8"))
         fields |= {name: tuple(fields[name]) for name in ("skipped_examples", "warnings", "unread")}
         fields["length_bars"] = tuple((start, count) for start, count in fields["length_bars"])
         return DataReport(**fields)

@@ -3,9 +3,8 @@
 A broken record takes its place in the stream, named by file and line: whether it stops the run is not decided here.
 """
 
-import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,11 +12,12 @@ from typing import Any
 
 import xxhash
 
-from fsdp_trainer.config import SourceConfig
+from fsdp_trainer.config import DataConfig, SourceConfig
 from fsdp_trainer.data.formats import Chat, Plain, RecordError, canonical
 from fsdp_trainer.data.known_keys import Shape, columns_to_read
 from fsdp_trainer.data.readers import (
     HOW_TO_WRITE,
+    MAX_RECORD_BYTES,
     ONE_OBJECT_A_LINE,
     START,
     Mark,
@@ -28,6 +28,7 @@ from fsdp_trainer.data.readers import (
 )
 from fsdp_trainer.data.shapes import example_from_record, recognise_shape, refuse_second_shape
 from fsdp_trainer.errors import DataError
+from fsdp_trainer.run_folder import parse_json
 
 _SPLIT_NAME = re.compile(
     r"(?:^|[-_. /])(train|training|test|testing|validation|valid|val|dev|eval|evaluation)(?=[-_. /0-9])", re.IGNORECASE
@@ -90,26 +91,41 @@ def resolve_paths(named: Named) -> list[Path]:
     return [file for source in resolve_sources(named) for file in source.files]
 
 
+def reading_of(data: DataConfig) -> dict[str, Any]:
+    """Return what the settings say of how records are read, for `read_examples` and `read_file`."""
+    return {"record_format": data.format, "columns": data.columns, "max_bytes": data.max_record_mib * 2**20}
+
+
 def read_examples(
-    paths: Sequence[Path], *, record_format: str = "auto", columns: Mapping[str, str] | None = None
+    paths: Sequence[Path],
+    *,
+    record_format: str = "auto",
+    columns: Mapping[str, str] | None = None,
+    max_bytes: int = MAX_RECORD_BYTES,
 ) -> Iterator[Example | BadRecord]:
     """Yield the records of the files in order; each file keeps to one format, the one of its first good record."""
     for path in paths:
-        for example, _ in read_file(path, record_format=record_format, columns=columns):
+        for example, _ in read_file(path, record_format=record_format, columns=columns, max_bytes=max_bytes):
             yield example
 
 
 def read_file(
-    path: Path, *, record_format: str = "auto", columns: Mapping[str, str] | None = None, start: Mark = START
+    path: Path,
+    *,
+    record_format: str = "auto",
+    columns: Mapping[str, str] | None = None,
+    start: Mark = START,
+    max_bytes: int = MAX_RECORD_BYTES,
 ) -> Iterator[tuple[Example | BadRecord, Mark]]:
     """Yield the records of one file from a mark on, each with the mark behind it; refuse a file without any."""
     columns = columns or {}
     wanted = partial(columns_to_read, columns=columns, record_format=record_format)
+    read = partial(read_records, path, wanted=wanted, max_bytes=max_bytes)
     shape = None
     if start != START:  # the file's first good record is behind
-        shape = _shape_of(path, record_format=record_format, columns=columns, wanted=wanted)
+        shape = _shape_of(read(), record_format=record_format, columns=columns)
     empty = True
-    for record in read_records(path, start=start, wanted=wanted):
+    for record in read(start=start):
         empty = False
         try:
             value = _renamed(record, columns)
@@ -128,10 +144,8 @@ def read_file(
         raise DataError("the data file holds no records", values=str(path), fix=fix)
 
 
-def _shape_of(
-    path: Path, *, record_format: str, columns: Mapping[str, str], wanted: Callable[[list[str]], Collection[str] | None]
-) -> Shape | None:
-    for record in read_records(path, wanted=wanted):
+def _shape_of(records: Iterable[Record], *, record_format: str, columns: Mapping[str, str]) -> Shape | None:
+    for record in records:
         try:
             return recognise_shape(_renamed(record, columns), record_format=record_format, renamed=columns)
         except RecordError:
@@ -229,7 +243,7 @@ def _files_below(folder: Path, *, above: frozenset[Path]) -> Iterator[Path]:
     if real in above:  # a link to a folder that it stands in
         return
     if (folder / "dataset_dict.json").is_file():
-        splits = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+        splits = parse_json((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
         raise DataError(
             "the folder holds several splits that datasets saved",
             values=f"{folder}: {', '.join(splits)}",
@@ -252,7 +266,7 @@ def _is_saved(folder: Path) -> bool:
 def _saved_files(folder: Path) -> tuple[Path, ...]:
     """Return the Arrow files of a folder that `datasets.Dataset.save_to_disk` wrote."""
     try:
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        state = parse_json((folder / "state.json").read_text(encoding="utf-8"))
         files = tuple(folder / file["filename"] for file in state["_data_files"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(

@@ -22,7 +22,7 @@ from fsdp_trainer.data.prepare import arrange, encoder_of, nothing_left, report_
 from fsdp_trainer.data.readers import START, Mark
 from fsdp_trainer.data.report import DataReport
 from fsdp_trainer.data.rows import Rows, join_rows
-from fsdp_trainer.data.sources import BadRecord, Example, Source, read_examples, read_file, resolve_sources
+from fsdp_trainer.data.sources import BadRecord, Example, Source, read_examples, read_file, reading_of, resolve_sources
 from fsdp_trainer.data.workers import encode_in_processes
 from fsdp_trainer.errors import CheckpointError
 
@@ -84,7 +84,7 @@ def first_rows(stream: RowStream) -> tuple[Rows, DataReport]:
     data = stream.data
     parts = []
     for source in stream.sources:
-        records = read_examples(source.files, record_format=data.format, columns=data.columns)
+        records = read_examples(source.files, **reading_of(data))
         parts.append(encode_examples(list(islice(records, _SHOWN_RECORDS)), encoder=stream.encoder))
         _refuse_bad(parts[-1], data=data)
         if not len(parts[-1].lengths):
@@ -344,6 +344,6 @@ def _records(stream: RowStream, source: Source, *, place: Place) -> Iterator[tup
     start = Mark(place.offset, place.line)
     for index in range(place.file, len(source.files)):
         path = source.files[order[index]]
-        for example, mark in read_file(path, record_format=data.format, columns=data.columns, start=start):
+        for example, mark in read_file(path, start=start, **reading_of(data)):
             yield example, Place(epoch=place.epoch, file=index, offset=mark.offset, line=mark.line)
         start = START

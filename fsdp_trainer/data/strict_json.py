@@ -73,7 +73,8 @@ def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def first_repeated(names: list[str]) -> str | None:
     """Return the first name that stands twice in a list."""
-    return next((name for name in names if names.count(name) > 1), None)
+    seen: set[str] = set()
+    return next((name for name in names if name in seen or seen.add(name)), None)
 
 
 def checked_object(value: Any, *, surrogates: bool) -> dict[str, Any]:

@@ -5,7 +5,6 @@ the next one may not. Time is moved both ways, by the middle of the logged steps
 again names the run again, or has them in plan.json.
 """
 
-import json
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ from fsdp_trainer.memory.hardware import Hardware, card_name, parse_gpus
 from fsdp_trainer.memory.quick import simulate_quick
 from fsdp_trainer.memory.simulation_cache import find_simulation
 from fsdp_trainer.memory.simulation_process import simulate
-from fsdp_trainer.run_folder import DEVICES, METRICS, SETTINGS
+from fsdp_trainer.run_folder import DEVICES, METRICS, SETTINGS, parse_json
 from fsdp_trainer.units import format_number
 
 # The first steps load kernels and fill caches.
@@ -76,8 +75,8 @@ def _read(run: Path) -> tuple[Config, list[Mapping[str, Any]], Mapping[str, Any]
             fix="name the output_dir of a run that has finished with this version",
         )
     try:
-        devices = json.loads((run / DEVICES).read_text(encoding="utf-8"))
-        rows = [json.loads(line) for line in (run / METRICS).read_text(encoding="utf-8").splitlines()]
+        devices = parse_json((run / DEVICES).read_text(encoding="utf-8"))
+        rows = [parse_json(line) for line in (run / METRICS).read_text(encoding="utf-8").splitlines()]
         devices = _check_devices(devices)
         # A traced step takes longer than the others, and comes early, or after a resume.
         steps = [_check_step(row) for row in rows if "step_seconds" in row]

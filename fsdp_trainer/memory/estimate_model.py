@@ -4,13 +4,13 @@ Counts are exact for the families below and checked against Transformers' own mo
 Transformers' modeling files (5.17 to 5.24) run eagerly under bf16 with torch's attention kernels. No torch here.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from fsdp_trainer.errors import ConfigError
+from fsdp_trainer.run_folder import parse_json
 
 # Bytes saved per element by each kind of norm, besides its output: what autograd keeps in the modeling files.
 # rms: the fp32 copy and the normalised copy in compute dtype. gemma, olmo2: both in fp32. layer: torch's own kernel
@@ -190,7 +190,7 @@ def _read_json(path: str, *, revision: str | None) -> dict[str, Any]:
     if not file.is_file():
         file = _cached(path, revision=revision) or file
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = parse_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
             "The model's config.json cannot be read.",

@@ -448,7 +448,7 @@ def _read_yaml(path: Path) -> Mapping[Any, Any]:
 
     try:
         data = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, YAMLError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError, YAMLError) as error:
         raise _file_error(path, str(error).splitlines()[0], "give a readable YAML file") from error
     if not isinstance(data, Mapping):
         raise _file_error(path, "not a mapping", "write `key: value` lines, such as `like: H100-80GB`")

@@ -3,7 +3,6 @@
 `build_ledger` puts together what the ranks measured; sizes are GiB (2**30 bytes), smallest and largest over the ranks.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from fsdp_trainer.memory.recording import CATEGORIES, PHASES
+from fsdp_trainer.run_folder import parse_json
 
 FILE, VERSION = "memory.json", 1
 GIB = 2**30
@@ -104,7 +104,7 @@ class Ledger:
     def read(cls, folder: str | Path) -> "Ledger | None":
         """Return the ledger of a run folder; None where there is none, or one of another version."""
         try:
-            found = json.loads((Path(folder) / FILE).read_text(encoding="utf-8"))
+            found = parse_json((Path(folder) / FILE).read_text(encoding="utf-8"))
             return cls.from_json(found)
         except (OSError, ValueError):
             return None

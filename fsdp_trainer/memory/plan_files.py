@@ -16,7 +16,7 @@ from fsdp_trainer.errors import ConfigError, OutputError
 from fsdp_trainer.launch_profile import write_profile
 from fsdp_trainer.memory.candidates import SEARCHED
 from fsdp_trainer.memory.plan import GIB, Candidate, Plan
-from fsdp_trainer.run_folder import PREDICTION, write_text_atomically
+from fsdp_trainer.run_folder import PREDICTION, parse_json, write_text_atomically
 from fsdp_trainer.units import format_bytes
 
 SETTINGS_FILE, PROFILE_FILE = "run.yaml", "accelerate.yaml"
@@ -137,7 +137,7 @@ def find_prediction(settings_file: str | Path | None, config: Config, *, process
     if text is None:
         return None
     try:
-        found = json.loads(text)
+        found = parse_json(text)
         chosen = found["candidates"][found["chosen"]]
         same = found["hardware"]["count"] == processes and not differing(chosen["config"], config)
     except (ValueError, KeyError, IndexError, TypeError):  # a plan.json of something else

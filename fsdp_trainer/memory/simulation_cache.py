@@ -9,9 +9,7 @@ import ast
 import contextlib
 import hashlib
 import json
-import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from functools import cache
@@ -27,6 +25,7 @@ from fsdp_trainer.hub import refuse_unreachable
 from fsdp_trainer.memory.hardware import Hardware
 from fsdp_trainer.memory.simulation import Simulation, check_known
 from fsdp_trainer.memory.timing import StepTime
+from fsdp_trainer.run_folder import parse_json, write_text_atomically
 
 _SIZES = ("allocated", "reserved", "min_capacity", "host", "limit")
 _KEPT = {field.name for field in fields(Simulation)} - {"ledger", "config", "gpus"}
@@ -201,7 +200,7 @@ def _are_unchanged(files: Any) -> bool:
 def _read(path: Path) -> dict[str, Any] | None:
     """Return what was kept; None, so that it is made anew, where nothing was, it is no simulation or of other files."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     if not isinstance(found, dict) or found.keys() != _KEPT | {"files"}:
@@ -219,12 +218,4 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def _write(path: Path, values: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):  # read-only or full: the answer is there without it
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(values, file)
-            os.replace(name, path)  # readers see all of it or nothing
-        except BaseException:  # Ctrl-C too
-            os.unlink(name)
-            raise
+        write_text_atomically(path, json.dumps(values))

@@ -3,7 +3,6 @@
 Torn lines, missing files and values that are no numbers are noted, not raised; only a folder without a run is an error.
 """
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from fsdp_trainer.config_reading import parse_settings
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.memory.ledger import FILE as LEDGER
 from fsdp_trainer.memory.ledger import Ledger
-from fsdp_trainer.run_folder import DEVICES, METRICS, PREDICTION, SETTINGS, STATUS
+from fsdp_trainer.run_folder import DEVICES, METRICS, PREDICTION, SETTINGS, STATUS, parse_json
 from fsdp_trainer.units import format_number
 
 OUT_OF_MEMORY = "out_of_memory.json"
@@ -148,7 +147,7 @@ def _read_rows(path: Path) -> Iterator[dict[str, Any] | None]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = parse_json(line)
             except ValueError:
                 row = None
             has_step = isinstance(row, dict) and isinstance(row.get("step"), int)
@@ -168,7 +167,7 @@ def _read_object(path: Path, notes: list[str], *, version: int | None = None) ->
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         notes.append(f"{path.name} cannot be read.")
         return {}

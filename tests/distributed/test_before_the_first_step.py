@@ -70,7 +70,7 @@ def test_a_limit_of_the_system_is_met_before_the_first_step(
         export={"at_end": what == "export"},
         rehearse=rehearse,
     )
-    assert run_ranks(train_with_small_files, 2, settings, 60_000) == [2, 2]
+    assert run_ranks(train_with_small_files, 2, settings, 60_000) == [7, 7]
     said = status(settings)["message"]
     assert "no room" in said and os.strerror(errno.EFBIG) in said and "ulimit" in said
     assert left(settings) == {"status.json"}, "nothing is left of the trial"
@@ -105,7 +105,7 @@ def fail_after(settings: dict[str, Any], after: int) -> int:
 
 def test_a_writer_that_fails_is_found_before_the_first_step(model_folder: ModelFolder, tmp_path: Path) -> None:
     settings = tiny(model_folder("llama"), tmp_path)
-    assert run_ranks(fail_after, 2, settings, 0) == [4, 4]
+    assert run_ranks(fail_after, 2, settings, 0) == [7, 7]
     said = status(settings)["message"]
     assert "before the first step" in said and os.strerror(errno.EDQUOT) in said and "no step was taken" in said
     assert "last checkpoint" not in said
@@ -116,7 +116,7 @@ def test_a_writer_that_fails_is_found_before_the_first_step(model_folder: ModelF
 def test_a_failed_last_save_does_not_cost_the_model(every: int, model_folder: ModelFolder, tmp_path: Path) -> None:
     """The trial passes; the quota is met by the one save there is."""
     settings = tiny(model_folder("llama"), tmp_path, checkpoint={"every_steps": every, "async_save": False})
-    assert run_ranks(fail_after, 2, settings, 1) == [4, 4]
+    assert run_ranks(fail_after, 2, settings, 1) == [7, 7]
     said = status(settings)["message"]
     assert "there is none before it" in said and "starts anew" in said
     assert "the trained model is there all the same" in said
@@ -130,7 +130,7 @@ def test_a_failed_last_save_does_not_cost_the_model(every: int, model_folder: Mo
 def test_a_failed_save_names_the_one_it_goes_on_from(model_folder: ModelFolder, tmp_path: Path) -> None:
     resumes = {"every_steps": 2, "async_save": False, "resume": "auto"}
     settings = tiny(model_folder("llama"), tmp_path, checkpoint=resumes)
-    assert run_ranks(fail_after, 2, settings, 2) == [4, 4]
+    assert run_ranks(fail_after, 2, settings, 2) == [7, 7]
     said = status(settings)["message"]
     assert "goes on from the last checkpoint, step-00000002" in said and "the ones before it are as they were" in said
 

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from fsdp_trainer import export_folder
-from fsdp_trainer.export_checksums import CHECKSUMS, find_export_damage
+from fsdp_trainer.export_checksums import find_export_damage
 from fsdp_trainer.export_folder import make_empty, recover, replace_folder, unfinished
+from fsdp_trainer.run_folder import CHECKSUMS
 from tests.file_operations import watch_operations
 
 FILES = ("config.json", "model.safetensors", "code/modeling.py")

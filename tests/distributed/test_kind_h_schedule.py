@@ -82,6 +82,8 @@ def test_an_overflow_does_not_move_the_schedule(world_size: int, model_folder: F
     rows = [row for row in got["metrics"] if "loss" in row]
     skipped = [row["grad_norm"] is None for row in rows]  # not finite, which JSON has no number for
     assert skipped[0], "the first scale overflows"
+    assert [row.get("skipped", False) for row in rows] == skipped
+    assert [row["loss_scale"] for row in rows if row.get("skipped")] == [2.0**16 / 2**n for n in range(sum(skipped))]
     assert sum(skipped) <= 8, "a later one fits"
     recipe = reference.Recipe(schedule="linear", warmup_steps=4, min_lr_ratio=0.0, total_steps=12)
     expected = [reference.learning_rate(step - sum(skipped[:step]), recipe) for step in range(12)]
@@ -192,4 +194,40 @@ def test_nonfinite_ends_the_run_on_all_ranks(
     assert ("on_nonfinite: skip" in caught.value.fix) == (on_nonfinite == "error"), "no advice to set what is set"
     metrics = tmp_path / "run" / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    assert len(rows) == steps
+    assert [row["skipped"] for row in rows] == [True] * steps
+    assert "; the first that is not finite is the weight lm_head.weight (rank " in caught.value.values
+
+
+def spoiled(run_settings: dict[str, Any], documents: list[list[models.Document]], what: str) -> str:
+    """Name what is found in a window where rank 1 makes an output or a gradient of the second layer infinite."""
+    from fsdp_trainer.nonfinite import find_first_nonfinite
+
+    run = step_runs.build(run_settings)
+
+    def spoil(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        if what == "output":
+            return output * float("inf")
+        output.register_hook(lambda gradient: gradient * float("inf"))
+        return output
+
+    if run.runtime.rank == 1 and what != "nothing":
+        run.model.get_submodule("model.layers.1.mlp.up_proj").register_forward_hook(spoil)
+    found = find_first_nonfinite(run, step_runs.window_of(run, documents))
+    assert all(parameter.grad is None for parameter in run.model.parameters())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("output", "the output of model.layers.1.mlp.up_proj (rank 1)"),
+        # All in front of it are infinite as well; it is the first of the backward, on the ranks that share it.
+        ("gradient", "the gradient of model.layers.1.mlp.up_proj.weight (rank 0)"),
+        ("nothing", ""),
+    ],
+)
+def test_the_first_tensor_that_is_not_finite(what: str, named: str, model_folder: Folder, tmp_path: Path) -> None:
+    _, docs = models.make_records(4, seed=8)
+    batch = {"global_batch_size": 4, "micro_batch_size": 1}
+    settings = training_runs.settings(model_folder("llama"), "unused.jsonl", tmp_path, precision="fp16", batch=batch)
+    assert run_on_kept_ranks(spoiled, 2, settings, [[document] for document in docs], what) == [named] * 2

@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from fsdp_trainer.errors import CheckpointError, ConfigError, FsdpTrainerError
+from fsdp_trainer.loading import describe_mixed
+from fsdp_trainer.weight_files import open_weights
 from tests import architectures, models, reference, step_runs, training_runs
 from tests.distributed.test_loading import check, loaded, plain, settings_for
 from tests.ranks import run_on_kept_ranks, run_plainly, run_ranks
@@ -360,6 +362,16 @@ def test_40_names_of_other_trainers_wrappers_are_read(
     ):
         assert all(tensor.equal(expected[name]) for name, tensor in weights.items()), rank
         assert len(notes) == 1 and "another trainer wrapped" in notes[0]
+
+
+def test_norms_in_fp32_among_bf16_are_named(model_folder: Folder, tmp_path: Path) -> None:
+    folder = copy_of(model_folder("llama"), tmp_path / "model")
+    rewrite(folder, lambda tensors: {n: t if "norm" in n else t.to(torch.bfloat16) for n, t in tensors.items()})
+    stored = open_weights(folder)
+    (line,) = describe_mixed(folder, stored)
+    norms = [name for name in stored if "norm" in name]
+    assert f"{len(norms)} of {len(stored)} tensors are not stored as BF16 ({norms[0]} F32, " in line
+    assert describe_mixed(folder, {name: stored[name] for name in norms}) == []
 
 
 def test_40_wrapped_names_that_do_not_fit_are_refused_for_what_is_wrong(model_folder: Folder, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -24,9 +25,11 @@ from tests.fault_runs import (
     end_state,
     read_seen,
     read_status,
+    refusals_of,
     run,
     run_killed,
 )
+from tests.run_folders import contents
 from tests.sweeps import share
 
 Folder = Callable[[str], str]
@@ -145,13 +148,13 @@ def test_a_changed_run_is_refused(change: str, half_done: dict[str, Any]) -> Non
     sections = changed(half_done)
     settings = half_done | {name: {**half_done[name], **values} for name, values in sections.items()}
     folder = Path(half_done["output_dir"])
-    metrics, kept = comparable_metrics(folder), checkpoints(folder)
+    before = contents(folder)
     assert run(settings, 2) == [4, 4]
-    status = read_status(folder)
-    assert (status["state"], status["exit_code"]) == ("failed", 4)
-    assert message in status["message"]
-    assert "another output_dir" in status["message"]
-    assert (comparable_metrics(folder), checkpoints(folder)) == (metrics, kept), "the refusal changed the run folder"
+    said = read_status(refusals_of(settings))
+    assert said["exit_code"] == 4 and message in said["message"] and "another output_dir" in said["message"]
+    touched = {name for name, of in contents(folder).items() if before.get(name) != of}
+    of_this_test = re.compile(r"(settings|pid)-of-rank\d.*|\.lock(-owner\.json)?")
+    assert [name for name in touched if not of_this_test.fullmatch(name)] == []
 
 
 def test_a_finished_run_only_exports_again(half_done: dict[str, Any]) -> None:
@@ -159,7 +162,7 @@ def test_a_finished_run_only_exports_again(half_done: dict[str, Any]) -> None:
     folder = Path(half_done["output_dir"])
     assert run(half_done, 2) == [0, 0]
     before, begun = end_state(folder), len(read_seen(folder, 0))
-    metrics = (folder / "metrics.jsonl").read_bytes()
+    metrics, measured = ((folder / name).read_bytes() for name in ("metrics.jsonl", "memory.json"))
     saved = [path.stat().st_mtime_ns for path in sorted((folder / "checkpoints").iterdir())]
     (folder / "model" / "model.safetensors").unlink()
 
@@ -169,3 +172,9 @@ def test_a_finished_run_only_exports_again(half_done: dict[str, Any]) -> None:
     assert [path.stat().st_mtime_ns for path in sorted((folder / "checkpoints").iterdir())] == saved
     assert differing(end_state(folder), before) == []
     assert read_status(folder)["state"] == "finished"
+    assert (folder / "memory.json").read_bytes() == measured, "what was measured is gone"
+
+    left = contents(folder)
+    assert run(half_done, 2) == [0, 0]
+    touched = {name for name, of in contents(folder).items() if left.get(name) != of}
+    assert touched == {"settings-of-rank0.yaml", "settings-of-rank1.yaml"}, "nothing was left to do"  # the test's own

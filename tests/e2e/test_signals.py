@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
+import shlex
 import signal
 import subprocess
 import time
@@ -233,8 +235,13 @@ def test_ctrl_c_through_the_command(model_folder: Folder, tmp_path: Path, capfd:
     command = [executable("fsdp-trainer"), "train", "--config", write_settings(struck, tmp_path), "--processes", "2"]
     # What a terminal does: the signal goes to the command's group, which its children are not in.
     assert strike(command, tmp_path / "struck", lambda pid: os.killpg(pid, signal.SIGINT)) == 75
-    assert capfd.readouterr().err.count("Stopped on SIGINT") == 1, "two ranks and the command agree on it"
-    step = read_status(tmp_path / "struck")["step"]
+    said = capfd.readouterr().err
+    assert said.count("Stopped on SIGINT") == 1, "two ranks and the command agree on it"
+    assert "error" not in said, "a person's own stop is none"
+    assert said.rstrip().endswith(f"to go on: fsdp-trainer {shlex.join(command[1:])}")
+    status = json.loads((tmp_path / "struck" / "status.json").read_text())
+    step = status["step"]
+    assert status["total_steps"] == 60 and status["started"] < status["updated"], "it was written twice"
 
     again = run_command(command, cwd=tmp_path)
     assert again.returncode == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -145,6 +146,7 @@ def test_words_reach_the_launcher_as_written(monkeypatch: pytest.MonkeyPatch, tm
         "profile": None,
         "processes": 2,
         "machines": None,
+        "unsaid": (),
         "arguments": ["--config", str(path), "--optim.lr", "2e-4", "--batch.micro_batch_size=2"],
     }
 
@@ -254,6 +256,60 @@ def test_the_agents_sigterm_does_not_end_a_rank_that_is_about_to_say_which_one_i
     result = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert result.returncode == 6, result.stderr
     assert json.loads((tmp_path / "run" / "status.json").read_text())["message"].startswith("A rank is lost.")
+
+
+FULL = """
+import errno, runpy, sys, types
+def finetune(config, *, prediction):
+    raise OSError(errno.ENOSPC, "full", "/a/tracker")
+sys.modules["fsdp_trainer.training"] = types.SimpleNamespace(finetune=finetune)
+sys.exit(runpy.run_path(SCRIPT)["main"](sys.argv[1:]))
+"""
+
+
+def test_a_disk_that_is_full_where_nobody_expects_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps({"model": {"path": "m"}, "data": {"train": "t"}, "output_dir": str(tmp_path / "run")}))
+    result = light.python(f"SCRIPT = {str(PACKAGE / 'train.py')!r}{FULL}", "--config", str(file))
+    said = "There is no room to write a file.\n  found: /a/tracker: No space left on device\n  to fix: make room"
+    assert result.returncode == 7 and result.stderr.startswith(f"error: {said}") and "Traceback" not in result.stderr
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert status["exit_code"] == 7 and status["message"].startswith(said)
+
+    def full(*_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, "full", "/a/tracker")
+
+    monkeypatch.setattr(cli, "launch", full)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["train", "--config", str(file)])
+    assert caught.value.code == 7 and capsys.readouterr().err.startswith(f"error: {said}")
+
+
+STOP_IN_THE_IMPORT = """
+import importlib.abc, importlib.machinery, os, runpy, signal, sys, types
+class Slow(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path=None, target=None):
+        return importlib.machinery.ModuleSpec(name, self) if name == "fsdp_trainer.training" else None
+    def create_module(self, spec):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return types.SimpleNamespace(finetune=lambda *words, **named: sys.exit("went on"))
+    def exec_module(self, module):
+        pass
+sys.meta_path.insert(0, Slow())
+sys.exit(runpy.run_path(SCRIPT)["main"](sys.argv[1:]))
+"""
+
+
+def test_a_signal_while_torch_is_imported_is_a_stop(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps({"model": {"path": "m"}, "data": {"train": "t"}, "output_dir": str(tmp_path / "run")}))
+    code = f"SCRIPT = {str(PACKAGE / 'train.py')!r}{STOP_IN_THE_IMPORT}"
+    result = light.python(code, "--config", str(file))
+    assert (result.returncode, result.stdout) == (75, "")
+    assert "Stopped on SIGTERM before the first step.\n  so far: nothing was trained" in result.stderr
+    assert "error" not in result.stderr
 
 
 def test_public_names_load_on_first_use() -> None:

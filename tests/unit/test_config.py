@@ -130,6 +130,12 @@ def test_override_into_an_empty_section(tmp_path: Path) -> None:
     assert Config.load(write(tmp_path, "data:\n"), ["--data.seq_len=64"]).data.seq_len == 64
 
 
+# 306 bytes, which took minutes and memory to be cut to 200 letters for a message.
+ANCHORS = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
+    f"{chr(98 + i)}: &{chr(98 + i)} [{','.join(9 * ['*' + chr(97 + i)])}]\n" for i in range(8)
+)
+
+
 @pytest.mark.parametrize(
     ("text", "part"),
     [
@@ -138,7 +144,12 @@ def test_override_into_an_empty_section(tmp_path: Path) -> None:
         ("- a\n- b", "holds a list"),
         ("optim: [", "not valid YAML"),
         ("optim: !!python/name:os.system x", "not valid YAML"),
+        (ANCHORS, "with its anchors written out it has more than 100,000 values"),
+        ("optim: &a {lr: [*a]}", "with its anchors written out it has more than 100,000 values"),
+        ("optim: " + 3000 * "[" + 3000 * "]", "within one another, too many to be read"),
+        ("# " + 2**20 * "x", "1,048,578 bytes, at most 1,048,576 are read"),
     ],
+    ids=lambda text: text[:40],
 )
 def test_broken_file(tmp_path: Path, text: str, part: str) -> None:
     path = write(tmp_path, text)
@@ -146,6 +157,28 @@ def test_broken_file(tmp_path: Path, text: str, part: str) -> None:
     assert part in message
     assert "run.yaml" in message
     assert "to fix:" in message
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"output_dir": "a\0b"},
+        {"output_dir": "runs/" + 256 * "x"},
+        {"output_dir": "runs/" + 128 * "ä"},
+        {"model": {"path": "a\0b"}},
+        {"data": {"train": "a\0b"}},
+        {"data": {"cache_dir": "a\0b"}},
+        {"data": {"chat_template": "a\0b"}},
+        {"data": {"chat_template": 256 * "x"}},
+        {"train": {"timeout_minutes": 1e300}},
+    ],
+    ids=lambda settings: repr(settings)[:40],
+)
+def test_values_that_the_system_cannot_take(settings: dict[str, Any]) -> None:
+    ((section, value),) = settings.items()
+    name = section if isinstance(value, str) else f"{section}.{next(iter(value))}"
+    with pytest.raises(ConfigError, match=f"{name} (cannot be|is not a file)"):
+        Config.from_dict(settings)
 
 
 def test_missing_file_names_a_near_one(tmp_path: Path) -> None:

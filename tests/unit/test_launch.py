@@ -252,6 +252,41 @@ def test_three_signals_end_workers_that_do_not_listen(agent: Path) -> None:
     assert not list(agent.glob("saved-*"))
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_there_is_a_worker_is_a_stop(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As while the agent imports torch: it ends by the signal, and nobody has said anything yet."""
+    folder, said = tmp_path / "run", list[str]()
+    end_with(monkeypatch, f"import pathlib, time; pathlib.Path({str(tmp_path / 'up')!r}).touch(); time.sleep(60)")
+
+    def strike() -> None:
+        while not (tmp_path / "up").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=strike).start()
+    typed = ["fsdp-trainer", "train", "--config", "my run.yaml"]
+    assert launch(run_config(folder), arguments=[], processes=2, typed=typed, on_refusal=said.append) == 75
+    line = f"Stopped on {number.name} before the first step."
+    assert capfd.readouterr().err.startswith(f"{line}\n  so far: nothing was trained")
+    assert said[0].endswith("\n  to go on: fsdp-trainer train --config 'my run.yaml'")
+
+
+def test_a_refusal_is_said_by_the_rank_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+    text = json.dumps({"state": "failed", "exit_code": 4, "message": "of another run", "started": None})
+    write = "pathlib.Path({}, 'status.json').write_text({!r}); sys.exit(6)"
+    # On a folder with a run in it what the ranks have to say lies elsewhere; on a new one it is in the folder.
+    for place in ("os.environ['FSDP_TRAINER_REFUSALS']", repr(str(tmp_path))):
+        end_with(monkeypatch, "import os, pathlib, sys; " + write.format(place, text))
+        assert launch(run_config(tmp_path), arguments=[], processes=2, on_refusal=said.append) == 4
+        assert capfd.readouterr().err == ""
+    assert said == ["of another run"]
+
+
 def test_a_second_ctrl_c_does_not_wait(agent: Path) -> None:
     (agent / "deaf").touch()
     sender = when_ready(agent, lambda: os.kill(os.getpid(), signal.SIGINT), times=2)

@@ -185,7 +185,14 @@ def test_no_unknown_key_of_fsdp_config_passes(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "part"), [("a: [", "cannot be read"), ("- a", "not a list of"), ("", "not a list of")]
+    ("text", "part"),
+    [
+        ("a: [", "cannot be read"),
+        ("a: &a [*a]", "anchors"),
+        ("a: " + 3000 * "[", "cannot be read"),
+        ("- a", "not a list of"),
+        ("", "not a list of"),
+    ],
 )
 def test_broken_profile(tmp_path: Path, text: str, part: str) -> None:
     path = tmp_path / "p.yaml"

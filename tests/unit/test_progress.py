@@ -1,5 +1,7 @@
 """Log lines and progress where nothing can be drawn."""
 
+import io
+
 import pytest
 
 from fsdp_trainer.progress import log_error, log_line, show_progress
@@ -13,6 +15,17 @@ def test_lines_come_out_whole_and_unread(capsys: pytest.CaptureFixture[str]) -> 
     captured = capsys.readouterr()
     assert captured.out == text + "\n"
     assert captured.err == "wrong\n"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_letter_that_the_stream_lacks_is_written_out(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LC_ALL=C or PYTHONIOENCODING=latin-1: a line about the data would have ended the run."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="strict")
+    monkeypatch.setattr("sys.stdout", stream)
+    log_line("row 0: \u27e6\u7b54\u27e7\x1b[2J")
+    stream.flush()
+    written = stream.buffer.getvalue()  # type: ignore[attr-defined]
+    assert written == b"row 0: \\u27e6\\u7b54\\u27e7\\x1b[2J\n"
 
 
 def test_progress_into_a_pipe_is_two_lines(capsys: pytest.CaptureFixture[str]) -> None:

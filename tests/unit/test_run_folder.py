@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from fsdp_trainer.checkpoint_folder import remove_leftovers
 from fsdp_trainer.errors import OutputError
 from fsdp_trainer.run_folder import (
     append_metrics,
     check_writable,
+    explain_no_room,
     trim_metrics,
     write_settings,
     write_status,
@@ -67,6 +71,30 @@ def test_a_full_disk_is_named_with_what_to_do(tmp_path: Path) -> None:
     assert "make room on that disk, or set output_dir on another one" in caught.value.fix
 
 
+def chained(last: Exception, cause: Exception) -> Exception:
+    last.__context__ = cause
+    return last
+
+
+@pytest.mark.parametrize(
+    ("error", "named"),
+    [
+        (OSError(errno.ENOSPC, "No space", "/d/a.bin"), "/d/a.bin: No space left on device"),
+        (chained(RuntimeError("unexpected pos 704"), OSError(errno.EDQUOT, "full", "/d/b")), "/d/b: "),
+        (OSError(errno.EFBIG, "File too large"), "File too large"),
+        # As safetensors has it (0.8), which knows no OSError.
+        (ValueError("I/O error: No space left on device (os error 28)"), "os error 28"),
+        (OSError(errno.EACCES, "Permission denied", "/d/c"), None),
+        (ValueError("no room"), None),
+    ],
+)
+def test_a_full_disk_is_known_in_anybodys_words(error: Exception, named: str | None) -> None:
+    found = explain_no_room(error)
+    assert (found is None) == (named is None)
+    if found is not None and named is not None:
+        assert found.exit_code == 7 and named in found.values and "make room" in found.fix
+
+
 def test_a_parent_that_is_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError) as caught:
@@ -85,6 +113,58 @@ def test_a_failed_replacement_leaves_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(UnicodeEncodeError):
         write_text_atomically(path, "new \ud800")
     assert path.read_text() == "old"
+
+
+def test_what_a_killed_write_left_goes(tmp_path: Path) -> None:
+    names = [".status.json.0123abcd", "..lock-owner.json.89abcdef"]
+    others = [".lock", ".status.json.part", "checkpoints", ".notes.12345678.txt"]
+    (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
+    for name in (*names, *others[:2], others[3]):
+        (tmp_path / name).write_text("")
+    of_best = tmp_path / "checkpoints" / "step-00000004" / ".state.json.01234567"
+    of_best.write_text("")
+    write_text_atomically(tmp_path / "status.json", "{}")
+    assert (tmp_path / names[0]).exists(), "another process may be writing it"
+    os.utime(tmp_path / names[0], (1.0, 1.0))
+    write_text_atomically(tmp_path / "status.json", "{}")
+    assert [(tmp_path / name).exists() for name in names] == [False, True]
+    remove_leftovers(tmp_path)  # of a start, which holds the folder
+    assert not of_best.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*others, "status.json"])
+
+
+EARLIER = {"exit_code": 0, "step": 8, "message": "", "started": 5.5, "started_step": 4, "total_steps": 8}
+
+
+def earlier_run(folder: Path, state: str) -> bytes:
+    """The status of a run that was over before this process began."""
+    path = folder / "status.json"
+    path.write_text(json.dumps({"state": state, **EARLIER}))
+    os.utime(path, (6.0, 6.0))
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("state", ["finished", "interrupted", "running"])
+def test_a_refused_start_leaves_the_run_as_it_was(state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = earlier_run(tmp_path, state)
+    write_status(tmp_path, state="failed", exit_code=4, step=8, message="of another run")
+    assert (tmp_path / "status.json").read_bytes() == before
+    refusals = tmp_path / "refusals"
+    monkeypatch.setenv("FSDP_TRAINER_REFUSALS", str(refusals))
+    write_status(tmp_path, state="failed", exit_code=4, step=8, message="of another run")
+    assert (tmp_path / "status.json").read_bytes() == before
+    told = json.loads((refusals / "status.json").read_text())
+    assert (told["exit_code"], told["message"], told["started"]) == (4, "of another run", None)
+
+
+def test_a_start_without_memory_is_told_where_the_run_is_not_over(tmp_path: Path) -> None:
+    before = earlier_run(tmp_path, "finished")
+    write_status(tmp_path, state="failed", exit_code=8, step=8)
+    assert (tmp_path / "status.json").read_bytes() == before
+    earlier_run(tmp_path, "interrupted")
+    write_status(tmp_path, state="failed", exit_code=8, step=8)
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["exit_code"], status["total_steps"], status["started"]) == (8, 8, 5.5)
 
 
 def test_torn_and_later_rows_are_trimmed(tmp_path: Path) -> None:

@@ -165,6 +165,16 @@ def test_lines_that_are_torn_null_or_done_again(tmp_path: Path) -> None:
     assert "3 lines left out" in text
 
 
+def test_brackets_without_end_are_as_any_other_torn_file(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    deep = '{"a": ' + 100_000 * "[" + 100_000 * "]" + "}\n"
+    for name in ("status.json", "memory.json", "plan.json", "devices.json", "out_of_memory.json"):
+        (tmp_path / name).write_text(deep)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(deep)
+    assert "cannot be read" in Page(format_run_html([tmp_path])).text
+
+
 @pytest.mark.parametrize("rows", [[], [{"step": 3, "eval_loss": 2.0}], [row(1)], [row(1, loss=None, lr=None)]])
 def test_few_steps_or_none(rows: list[dict[str, Any]], tmp_path: Path) -> None:
     text = Page(format_run_html([write_run(tmp_path / "run", rows)])).text

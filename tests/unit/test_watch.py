@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -192,8 +193,9 @@ def test_who_runs_it_and_since_when_stays_with_the_run(tmp_path: Path) -> None:
     end = json.loads(status_file.read_text())
     assert (end["started"], end["started_step"], end["total_steps"], end["step"]) == (1.5, 4, 9, 7)
     assert end["updated"] >= start["updated"]
-    write_status(tmp_path, state="failed", exit_code=2, step=0)  # a start that was refused
-    assert json.loads(status_file.read_text())["started"] is None
+    write_status(tmp_path, state="failed", exit_code=1, step=7)  # the same end, told a second time
+    again = json.loads(status_file.read_text())
+    assert {**again, "exit_code": 5, "message": "why", "updated": 0} == {**end, "updated": 0}
     write_json(tmp_path, "status.json", {**start, "pid": 1, "started": 1.5})
     write_status(tmp_path, state="running", exit_code=0, step=6, total_steps=9)  # another process takes it up
     again = json.loads(status_file.read_text())
@@ -507,3 +509,17 @@ def test_runs_before_the_first_one(
             cli.main(words)
         assert ended.value.code == 0
         assert said in capsys.readouterr().out
+
+
+def test_what_a_folder_says_is_not_obeyed_by_the_terminal(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An escape sequence in a status file could clear the screen, rename the window or hide what follows."""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal: what rich writes itself stays
+    status(run, state="failed", exit_code=1, message="a\x1b[2Jb\x1b]0;title\x07c\u202ed\x9b5m", host="h\x1b[1m")
+    for command in (["watch", str(run), "--once"], ["runs", str(run)]):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+            cli.main(command)
+        text = out.getvalue()
+        for obeyed in ("\x1b[2J", "\x1b]", "\x07", "\u202e", "\x9b"):
+            assert obeyed not in text
+        assert "a\\x1b[2Jb" in text or command[0] == "runs", "it is shown all the same"

@@ -1,5 +1,6 @@
 """The cache, the split into training and evaluation, and worker processes."""
 
+import resource
 import shutil
 import time
 from itertools import groupby
@@ -14,7 +15,7 @@ from fsdp_trainer.data.encode import build_encoder, encode_examples
 from fsdp_trainer.data.prepare import load_prepared, prepare_rows
 from fsdp_trainer.data.sources import read_examples
 from fsdp_trainer.data.workers import encode_in_processes, encode_in_threads
-from fsdp_trainer.errors import DataError
+from fsdp_trainer.errors import DataError, OutputError
 from tests import light_imports as light
 from tests.unit.data.toy_tokenizer import CHATML, INPUTS, build_tokenizer
 
@@ -126,8 +127,20 @@ def test_a_damaged_report_is_named(prepared, jsonl, tmp_path):
 
 def test_a_cache_that_cannot_be_written(prepared, jsonl, tmp_path):
     (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(DataError, match=r"data\.cache_dir"):
+    with pytest.raises(OutputError, match=r"data\.cache_dir"):
         prepared(jsonl(*numbered(2)), cache_dir=str(tmp_path / "file"))
+
+
+def test_a_disk_that_is_full_before_the_cache_is_whole(prepared, jsonl, tmp_path):
+    path, hard = jsonl(*numbered(3000)), resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, hard))  # of one file: what was captured so far is smaller
+    try:
+        with pytest.raises(OutputError, match=r"cannot be written[\s\S]*cache[\s\S]*make room") as caught:
+            prepared(path, cache_dir=str(tmp_path / "cache"), workers=0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert caught.value.exit_code == 7
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 @pytest.mark.parametrize("share", [0.02, 0.25])

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import time
 from pathlib import Path
 
 import pyarrow
@@ -270,3 +271,54 @@ def test_an_array_read_element_by_element_is_the_array(tmp_path: Path, text: str
 def test_what_is_no_array_is_refused_where_it_stops_being_one(tmp_path: Path, text: str):
     with pytest.raises(DataError, match="nor part of a JSON array"):
         read_text(tmp_path / "a.json", text)
+
+
+def packed(path: Path, *parts: bytes) -> Path:
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        for part in parts:
+            file.write(part)
+    return path
+
+
+MIB = b"0" * 2**20
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("line.jsonl.gz", [b'{"text": "', *[MIB] * 3]),
+        ("second.jsonl.gz", [b'{"text": "a"}\n{"text": "', *[MIB] * 3]),
+        ("cell.csv.gz", [b"text\n", *[MIB] * 3]),
+        ("header.csv.gz", [*[MIB] * 3]),
+    ],
+)
+def test_a_line_longer_than_any_record_is_not_held(name: str, parts: list[bytes], tmp_path: Path) -> None:
+    path = packed(tmp_path / name, *parts)
+    assert path.stat().st_size < 2**15 * 3
+    number = 1 + any(b"\n" in part for part in parts)
+    with pytest.raises(DataError, match=rf"{name}:{number}: this line is too long") as caught:
+        list(read_records(path, max_bytes=2**20))
+    assert "more than 1 MiB" in caught.value.values and "data.max_record_mib" in caught.value.fix
+
+
+def test_an_open_quote_does_not_take_the_whole_file_for_one_cell(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('text\n"never closed\n' + "a line\n" * 1000)
+    records = list(read_records(path, max_bytes=100))
+    assert isinstance(records[0].value, RecordError) and "field limit" in records[0].value.what
+
+
+def test_an_array_on_one_line_may_be_longer_than_a_record(tmp_path: Path) -> None:
+    path = packed(tmp_path / "a.json.gz", b' \n [{"text": "a"}', *[b', {"text": "b"}'] * 1000, b"]")
+    assert len(list(read_records(path, max_bytes=1000))) == 1001
+
+
+def test_a_record_of_many_keys_takes_time_by_their_number(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    keys = ", ".join(f'"k{number}": 1' for number in range(100_000))
+    path.write_text(f'{{{keys}}}\n{{{keys}, "k7": 2}}\n')
+    start = time.process_time()
+    good, bad = (record.value for record in read_records(path))
+    assert time.process_time() - start < 5, "each key was looked for among all others"
+    assert isinstance(good, dict) and len(good) == 100_000
+    assert isinstance(bad, RecordError) and "'k7' stands twice" in bad.what

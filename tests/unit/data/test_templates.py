@@ -6,7 +6,8 @@ In the expected texts ⟦ ⟧ enclose the targets; each stretch between control 
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+import time
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from fsdp_trainer.data import chat
 from fsdp_trainer.data.chat import PART_LOST, REWRITTEN, UNREAD_VARIABLE
 from fsdp_trainer.data.encode import Encoded, build_encoder, encode_examples
-from fsdp_trainer.data.formats import Chat
+from fsdp_trainer.data.formats import Chat, RecordError
 from fsdp_trainer.data.sources import Example
+from fsdp_trainer.errors import DataError
+from fsdp_trainer.limited import find_excess, run_limited
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "chat_templates"
 WORDS = [
@@ -525,3 +529,34 @@ def test_an_answer_asked_for_without_thinking_has_its_empty_block_in_the_questio
     ids, mask = expected_tokens("qwen3", marked)
     assert encoded.tokens.tolist() == ids
     assert encoded.supervised.tolist() == mask
+
+
+# Seven templates of which none came to an end within 25 s and 2 GB.
+ENDLESS = {
+    "loops": "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}"
+    "{% endfor %}",
+    "text that doubles": "{% set t = namespace(x='xx') %}{% for a in range(99) %}{% set t.x = t.x ~ t.x %}{% endfor %}",
+    "one product": "{{ 'x' * 9999999999 }}",
+    "list that doubles": "{% set t = namespace(x=[1]) %}{% for a in range(99) %}{% set t.x = t.x + t.x %}{% endfor %}",
+    "a power": "{{ 9 ** (9 ** 9) }}",
+    "macro": "{% macro m(n) %}{% for a in range(9) %}{{ m(n - 1) if n }}{% endfor %}{% endmacro %}{{ m(99) }}",
+    "padding": "{{ '%9999999999d' % 1 }}",
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_template_without_an_end_is_refused_at_the_start(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "find_excess", partial(find_excess, seconds=1, memory_bytes=2**28))
+    start = time.monotonic()
+    with pytest.raises(DataError, match=r"does not come to an end[\s\S]*took more than (1 s|0.25 GiB)"):
+        chat.build_chat_template(ENDLESS[name], tokenizer=family_tokenizer("chatml"))
+    assert time.monotonic() - start < 15
+
+
+def test_a_template_without_an_end_for_one_record_names_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "run_limited", partial(run_limited, seconds=0.3))
+    source = "{% for m in messages %}{{ m.content }}{% if m.content == 'loop' %}" + ENDLESS["loops"]
+    template = chat.build_chat_template(source + "{% endif %}{% endfor %}", tokenizer=family_tokenizer("chatml"))
+    record = Chat(({"role": "user", "content": "loop"}, {"role": "assistant", "content": "a"}))
+    with pytest.raises(RecordError, match=r"the chat template took more than 0\.3 s for this conversation"):
+        chat.chat_pieces(record, template=template, train_on="all")
