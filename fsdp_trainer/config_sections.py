@@ -104,7 +104,7 @@ class DataConfig(Section):
     )
     chat_template: str | None = Field(
         default=None,
-        description="A file with a Jinja chat template; null takes the tokenizer's own, which the model knows.",
+        description="A Jinja chat template's file, which has 10 s and 1 GiB a conversation; null: the tokenizer's own.",
     )
     train_on: Literal["assistant", "last_assistant", "all"] = Field(
         default="assistant",
@@ -143,8 +143,8 @@ class DataConfig(Section):
     )
     max_record_mib: Annotated[int, Field(ge=1, le=1024)] = Field(
         default=64,
-        description="MiB of one line of JSON or one cell of CSV, unpacked; a longer one stops the run before it is "
-        "held in memory, as of a small .gz that holds gigabytes. A record of 64 MiB has about 16 million tokens.",
+        description="MiB of one line of JSON or one cell of CSV, unpacked; a longer one, as of a small .gz that holds "
+        "gigabytes, stops the run before it is held in memory. 64 MiB are about 16 million tokens.",
     )
     shuffle: bool = Field(
         default=True,

@@ -112,7 +112,7 @@ def test_the_lengths_are_drawn(settings: Path, capsys: pytest.CaptureFixture[str
     assert picture.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit) as ended:
         cli.main(["data", "--config", str(settings), "--json", "--plot", str(tmp_path / "missing" / "x.png")])
-    assert ended.value.code == 3
+    assert ended.value.code == 7
     assert "--plot" in capsys.readouterr().err
 
 
