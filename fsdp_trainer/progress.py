@@ -3,6 +3,7 @@
 In a notebook, a file or a pipe a bar becomes one line at the start and one at the end. Only the main rank shows any.
 """
 
+import io
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +29,7 @@ class SafeConsole(Console):
 def bear_any_text() -> None:
     """Let both streams write out what their encoding has no letter for (LC_ALL=C, latin-1) instead of raising."""
     for stream in (sys.stdout, sys.stderr):
-        if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
 
 
