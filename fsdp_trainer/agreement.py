@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from fsdp_trainer.errors import DistributedError, FsdpTrainerError
+from fsdp_trainer.errors import DistributedError, FsdpTrainerError, OutputError
 from fsdp_trainer.run_folder import explain_no_room
 
 Result = TypeVar("Result")
@@ -88,5 +88,5 @@ def _portable(error: Exception, *, rank: int) -> FsdpTrainerError:
     if isinstance(error, FsdpTrainerError):
         return error
     if (full := explain_no_room(error)) is not None:
-        return full
+        return OutputError(full.what, values=f"rank {rank}: {full.values}", fix=full.fix)
     return DistributedError(f"Rank {rank} failed.", values=f"{type(error).__name__}: {error}")

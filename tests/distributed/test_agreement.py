@@ -24,7 +24,7 @@ def act(kind: str, failing: int) -> list[Any]:
             return f"rank {rank}"
         if kind == "ours":
             raise ConfigError("Wrong.", values="a", fix="b")
-        raise OSError(28, "No space left on device")
+        raise OSError(28, "No space left on device") if kind == "full" else OSError(5, "Input/output error")
 
     def outcome(run: Callable[[Callable[[], str]], str]) -> Any:
         try:
@@ -49,12 +49,21 @@ def test_own_error_keeps_its_kind_and_text_on_every_rank() -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_foreign_error_names_its_rank_elsewhere(failing: int) -> None:
-    answers = run_ranks(act, 2, "foreign", failing)
+@pytest.mark.parametrize(
+    ("kind", "number", "text", "elsewhere", "named"),
+    [
+        ("foreign", 5, "Input/output error", "DistributedError", "Rank {} failed."),
+        ("full", 28, "No space left on device", "OutputError", "rank {}: "),  # the same code on every rank
+    ],
+)
+def test_foreign_error_names_its_rank_elsewhere(
+    kind: str, number: int, text: str, elsewhere: str, named: str, failing: int
+) -> None:
+    answers = run_ranks(act, 2, kind, failing)
     here, there = answers[failing], answers[1 - failing]
-    assert here[1] == ("OSError", "[Errno 28] No space left on device")
-    assert there[1][0] == "DistributedError"
-    assert f"Rank {failing} failed." in there[1][1]
-    assert "No space left on device" in there[1][1]
+    assert here[1] == ("OSError", f"[Errno {number}] {text}")
+    assert there[1][0] == elsewhere
+    assert named.format(failing) in there[1][1]
+    assert text in there[1][1]
     assert here[0] == (here[1] if failing == 0 else "rank 0"), "rank 1 never runs the main rank's action"
     assert here[2:] == there[2:] == [True, False]

@@ -316,9 +316,9 @@ def test_an_array_on_one_line_may_be_longer_than_a_record(tmp_path: Path) -> Non
 def test_a_record_of_many_keys_takes_time_by_their_number(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     keys = ", ".join(f'"k{number}": 1' for number in range(100_000))
-    path.write_text(f'{{{keys}}}\n{{{keys}, "k7": 2}}\n')
+    path.write_text(f'{{{keys}}}\n{{{keys}, "k99999": 2}}\n')
     start = time.process_time()
     good, bad = (record.value for record in read_records(path))
     assert time.process_time() - start < 5, "each key was looked for among all others"
     assert isinstance(good, dict) and len(good) == 100_000
-    assert isinstance(bad, RecordError) and "'k7' stands twice" in bad.what
+    assert isinstance(bad, RecordError) and "'k99999' stands twice" in bad.what
