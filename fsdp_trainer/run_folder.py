@@ -137,13 +137,13 @@ def write_status(
     `running` first, whoever writes the end.
 
     A start that ends before it began leaves the status of the run that was here before, and says to the launcher alone
-    how it ended (`REFUSALS`). Only one that was out of memory is written all the same, over what has not finished.
+    how it ended (`REFUSALS`). Only one that was out of memory is written all the same: that is no refusal.
     """
     before, now = read_json(output_dir / STATUS) or {}, time.time()
     if (
         state in ("failed", "interrupted")
         and _is_of_an_earlier_start(output_dir / STATUS, before)
-        and (exit_code != OutOfMemory.exit_code or before.get("state") == "finished")
+        and exit_code != OutOfMemory.exit_code
     ):
         if (refusals := os.environ.get(REFUSALS)) is None:
             return

@@ -216,6 +216,8 @@ def said_of_padding(settings: dict[str, Any]) -> list[list[str]]:
     logger.setLevel(logging.WARNING)
     logger.addHandler(handler)
     run, found = step_runs.build(settings), []
+    # As where the end pads: the rows, and with them their padding, end so.
+    run.model.config.pad_token_id = models.EOS  # type: ignore[union-attr]
     rows = [[document] for document in models.make_records(4, seed=5)[1]]
     for step in range(2):
         train_step(run, step_runs.window_of(run, rows, step=step), learning_rate=1e-3, optimizer_step=step)

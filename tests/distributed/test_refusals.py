@@ -53,7 +53,7 @@ MODELS: dict[str, tuple[Any, str, str]] = {
     "negative size": ({**LLAMA, "hidden_size": -48}, "The model's config.json describes no model", "-48"),
     "no model_type": ({"hidden_size": 48}, "The model's config.json cannot be used.", "`model_type` key"),
     "unknown model_type": ({"model_type": "nosuch"}, "The model's config.json cannot be used.", "a newer Transformers"),
-    "broken": ("{", "The model's config.json cannot be used.", "not a valid JSON file"),
+    "broken": ("{", "The model's config.json cannot be used.", "line 1 column 2"),
     "empty": ("", "The model's config.json cannot be used.", "take it anew"),
     "only weights": (None, "The model folder has no config.json.", "holds model.safetensors"),
 }

@@ -157,11 +157,10 @@ def test_a_refused_start_leaves_the_run_as_it_was(state: str, tmp_path: Path, mo
     assert (told["exit_code"], told["message"], told["started"]) == (4, "of another run", None)
 
 
-def test_a_start_without_memory_is_told_where_the_run_is_not_over(tmp_path: Path) -> None:
-    before = earlier_run(tmp_path, "finished")
-    write_status(tmp_path, state="failed", exit_code=8, step=8)
-    assert (tmp_path / "status.json").read_bytes() == before
-    earlier_run(tmp_path, "interrupted")
+@pytest.mark.parametrize("state", ["finished", "interrupted"])
+def test_a_start_without_memory_is_told(state: str, tmp_path: Path) -> None:
+    """It is no refusal: a run that goes on, or on from its end, has failed."""
+    earlier_run(tmp_path, state)
     write_status(tmp_path, state="failed", exit_code=8, step=8)
     status = json.loads((tmp_path / "status.json").read_text())
     assert (status["exit_code"], status["total_steps"], status["started"]) == (8, 8, 5.5)
