@@ -24,7 +24,6 @@ from tests.ranks import RankFailed, end_kept_ranks, run_on_kept_ranks, run_plain
 GIVEN: dict[str, dict[str, Any]] = {
     **{name: {"head_dim": 128} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
     "nemotron": {"num_key_value_heads": 8},
-    "reformer": {"is_decoder": True},
 }
 MAX_PARAMETERS = 10**8  # a config whose sizes have other names stays too large
 WAYS = list(itertools.product(("fp32", "bf16"), ("auto", "eager"), (True, False)))

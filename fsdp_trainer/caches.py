@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,18 @@ def cache_folder() -> Path:
     return Path(base) / "fsdp_trainer"
 
 
-def remembered(kind: str, key: Iterable[str], make: Callable[[], Sequence[Any]]) -> list[Any]:
+def remembered(kind: str, key: Sequence[str], modules: Iterable[str], make: Callable[[], Sequence[Any]]) -> list[Any]:
     """Return what `make` returned when it was last asked under the same `key`, as JSON has it; it is kept in a file.
 
-    A file that cannot be read is made anew, and a place that cannot be written only costs the next start its seconds.
+    Other versions of torch or Transformers are asked anew, as are other texts of the `modules` of this package that the
+    answer rests on. A file that cannot be read is made anew, and a place that cannot be written only costs the next
+    start its seconds.
     """
     from fsdp_trainer.run_folder import parse_json, write_text_atomically
 
-    name = hashlib.sha256(json.dumps(list(key)).encode()).hexdigest()[:32]
+    made_by = [version("torch"), version("transformers")]
+    made_by += [(Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8") for name in modules]
+    name = hashlib.sha256(json.dumps([*key, *made_by]).encode()).hexdigest()[:32]
     place = cache_folder() / kind / f"{name}.json"
     with contextlib.suppress(OSError, ValueError):
         if isinstance(found := parse_json(place.read_text(encoding="utf-8")), list):

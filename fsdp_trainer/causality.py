@@ -10,11 +10,9 @@ import copy
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -30,6 +28,7 @@ LENGTHS = (24, 17)  # tokens of the two documents: beyond the small copy's windo
 TOLERANCE = 1e-3  # of the largest output; a token that is seen moves it by percents
 MAX_PARAMETERS = 4 * 10**7  # a config whose sizes have names of their own stays too large
 SEED = 5
+_MODULES = ("attention", "causality", "model", "rotary", "small_copy")
 
 PADDING = 8  # tokens behind a row
 
@@ -69,23 +68,14 @@ def prove(
     try:
         words |= {"hidden_beyond": _least_window(hf_config, seq_len), "dtype": dtype}
         small = shrink(hf_config)
-        return tuple(remembered("causality", _key(small, words), lambda: _try(small, **words)))
+        config = json.dumps([{**small.to_dict(), "_name_or_path": None}, words], sort_keys=True, default=str)
+        own = str(digest_of_code(read_custom_code(small))) if trust_remote_code else ""
+        return tuple(remembered("causality", [config, own], _MODULES, lambda: _try(small, **words)))
     except ConfigError:
         raise
     except Exception as error:  # whatever it is, it is no statement about the model
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
         return (f"not tried on a small copy whether tokens see only what came before: {reason}",)
-
-
-def _key(small: Any, words: dict[str, Any]) -> list[str]:
-    here = Path(__file__).parent
-    config = {**small.to_dict(), "_name_or_path": None}
-    parts = [json.dumps([config, words], sort_keys=True, default=str)]
-    parts += [torch.__version__, transformers.__version__]
-    parts += [(here / f"{name}.py").read_text() for name in ("attention", "causality", "model", "rotary", "small_copy")]
-    if words["trust_remote_code"]:
-        parts.append(str(digest_of_code(read_custom_code(small))))
-    return parts
 
 
 def _try(
@@ -245,7 +235,7 @@ def _leaks(outputs: Outputs, *, packing: bool) -> Leaks:
     changed[0, -1] += 60
     base = outputs(alone, None)
     later = _share((outputs(changed, None) - base)[:, :-1], base)
-    padded = torch.cat([alone, alone[:, -1:].expand(-1, PADDING)], dim=1)  # as the loader pads
+    padded = torch.cat([alone, alone[:, :1].expand(-1, PADDING)], dim=1)  # as the loader pads
     padding = _share(outputs(padded, None, PADDING)[:, :first] - base, base)
     if not packing:
         return Leaks(later, 0.0, padding)

@@ -484,15 +484,13 @@ class LogConfig(Section):
 class CompileConfig(Section):
     """torch.compile of the decoder layers."""
 
-    enabled: bool = Field(
-        default=False, description="Compile the decoder layers. Comes later; only false is accepted now."
-    )
+    enabled: bool = Field(default=False, description="Compile the decoder layers; later: only false is accepted now.")
 
 
 class ProfileConfig(Section):
     """A torch profiler trace of a few steps."""
 
-    start: Annotated[int, Field(ge=1)] | None = Field(
+    start: Steps | None = Field(
         default=None,
         description="First step to trace, from 1; null traces none. Each rank leaves a trace and rank 0 a summary in "
         "profile/ of the run folder. Traced steps are slower; what they compute is the same.",

@@ -6,11 +6,9 @@ state-space scan, linear attention) carries one document of a packed row into th
 
 import copy
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -88,9 +86,8 @@ def _attention_windows(model: Any, parts: ModelParts) -> dict[int, list[int | No
         return _find_windows(model, parts)
     config = {**model.config.to_dict(), "_name_or_path": None, "attention": model.config._attn_implementation}
     key = [type(model).__qualname__, json.dumps(config, sort_keys=True, default=str)]
-    key += [torch.__version__, transformers.__version__]
-    key += [(Path(__file__).parent / f"{name}.py").read_text() for name in ("attention", "decoder_probe", "model")]
-    return dict(remembered("windows", key, lambda: list(_find_windows(model, parts).items())))
+    modules = ("attention", "decoder_probe", "model")
+    return dict(remembered("windows", key, modules, lambda: list(_find_windows(model, parts).items())))
 
 
 def _find_windows(model: nn.Module, parts: ModelParts) -> dict[int, list[int | None]]:

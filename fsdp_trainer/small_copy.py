@@ -11,15 +11,14 @@ SIZES: dict[str, int] = {
         ("intermediate_size", "ffn_dim", "d_ff", "ffn_hidden_size", "decoder_ffn_dim", "encoder_ffn_dim"), 96
     ),
     **dict.fromkeys(("intermediate_size_mlp", "dense_intermediate_size", "n_inner", "d_inner"), 96),
-    "attention_hidden_size": 128,
     "mamba_d_ssm": 128,
     "hidden_size_per_layer_input": 16,
     "top_k_experts": 2,
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"), 2),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), 4),
-    **dict.fromkeys(("attention_heads", "encoder_attention_heads", "mamba_n_heads", "mamba_num_heads"), 4),
-    **dict.fromkeys(("swa_num_attention_heads",), 4),
-    **dict.fromkeys(("n_input_layers", "n_recurrent_layers", "n_output_layers"), 1),
+    **dict.fromkeys(
+        ("attention_heads", "encoder_attention_heads", "mamba_n_heads", "mamba_num_heads", "swa_num_attention_heads"), 4
+    ),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 128),
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(
@@ -32,15 +31,13 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("kv_channels", "linear_key_head_dim", "linear_value_head_dim", "swa_head_dim", "d_head"), 16),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim", "state_size", "mamba_d_state"), 8),
     **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_window_size", "attention_chunk_size"), 8),
-    **dict.fromkeys(("linear_num_value_heads",), 4),
+    **dict.fromkeys(("linear_num_value_heads", "swa_num_attention_heads"), 4),
     **dict.fromkeys(("linear_num_key_heads", "mamba_expand", "swa_num_key_value_heads"), 2),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), 160),
-    "attention_head_dim": 32,
     "q_lora_rank": 24,
     "mamba_n_groups": 1,
     "n_groups": 1,
 }
-_PARTS = ("n_input_layers", "n_recurrent_layers", "n_output_layers")  # which together are the layers
 _TABLES = ("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size")
 _TABLES += ("max_position_embeddings", "n_positions", "max_seq_len")
 _DROPOUT = ("dropout", "_pdrop", "dropout_prob", "jitter_noise")
@@ -62,7 +59,7 @@ def shrink(hf_config: Any, *, layers: int = 2) -> Any:
         small["mamba_d_head"] = small["mamba_d_ssm"] // small["mamba_n_heads"]
     if {"expand", "num_heads", "head_dim"} <= values.keys():  # Mamba 2
         small["head_dim"] = small["hidden_size"] * values["expand"] // small["num_heads"]
-    small |= _layers(values, max(layers, sum(name in values for name in _PARTS)))
+    small |= _layers(values, layers)
     small |= _rotary(values, {**values, **small})
     made = _with_text(hf_config, text, small)
     for name in ("_name_or_path", "_commit_hash"):  # where code of its own is read from

@@ -152,6 +152,21 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
+    # Roots of what tokens embed to: the end, which pads here, to zeros.
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        {
+            "pad_token_id": EOS,
+            "head_dim": 12,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "laurel_rank": 8,
+            "num_kv_shared_layers": 0,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "activation_sparsity_pattern": [0.0, 0.0],
+        },
+    ),
     "flint": (
         "FlintConfig",
         {"head_dim": 12, "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]},

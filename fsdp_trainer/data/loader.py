@@ -120,7 +120,8 @@ def deal_rows(by_length: np.ndarray, *, micro_batch_size: int, rank: int, world_
 def build_micro_batch(rows: Rows, indices: np.ndarray, *, seq_len: int, packing: bool) -> MicroBatch:
     """Lay the given rows out as padded tensors; no rows give one row of padding without targets.
 
-    Padding repeats the last token of its row: a pad token may embed to zeros, of which a root has no finite gradient.
+    Padding repeats the first token of its row, and so sees what that one sees, itself alone: a pad token may embed to
+    zeros, of which a root has no finite gradient.
     Packed rows are padded to seq_len, others to the longest row rounded up to a multiple of 8 (at most seq_len).
     """
     borders = [rows.documents_of(int(index)) for index in indices]
@@ -140,7 +141,7 @@ def build_micro_batch(rows: Rows, indices: np.ndarray, *, seq_len: int, packing:
     for row, border in enumerate(borders):
         lengths[row] = length = int(border[-1] - border[0])
         input_ids[row, :length] = rows.tokens[border[0] : border[-1]]
-        input_ids[row, length:] = input_ids[row, length - 1]
+        input_ids[row, length:] = input_ids[row, 0]
         targets_here[row, : length - 1] = rows.supervised[border[0] + 1 : border[-1]]
         position_ids[row, :length] = np.arange(length) - np.repeat(border[:-1] - border[0], np.diff(border))
         if one_document_rows:

@@ -24,7 +24,7 @@ def test_an_answer_is_kept_under_its_key(cache: Path) -> None:
     asked: list[str] = []
 
     def ask(*key: str) -> list:
-        return remembered("kind", key, lambda: asked.append("".join(key)) or [key[0], (1, None)])
+        return remembered("kind", key, ["caches"], lambda: asked.append("".join(key)) or [key[0], (1, None)])
 
     assert ask("a", "b") == ask("a", "b") == ["a", [1, None]]
     assert ask("ab") == ["ab", [1, None]]
@@ -33,16 +33,16 @@ def test_an_answer_is_kept_under_its_key(cache: Path) -> None:
 
 @pytest.mark.parametrize("content", ["", "[1", "3", "null", "\0"])
 def test_a_damaged_answer_is_made_anew(content: str, cache: Path) -> None:
-    assert remembered("kind", ["a"], lambda: [1]) == [1]
+    assert remembered("kind", ["a"], (), lambda: [1]) == [1]
     (file,) = (cache / "kind").iterdir()
     file.write_text(content)
-    assert remembered("kind", ["a"], lambda: [2]) == remembered("kind", ["a"], lambda: [3]) == [2]
+    assert remembered("kind", ["a"], (), lambda: [2]) == remembered("kind", ["a"], (), lambda: [3]) == [2]
 
 
 def test_a_place_that_cannot_be_written_costs_no_run(cache: Path) -> None:
     cache.write_text("in the way")
-    assert remembered("kind", ["a"], lambda: [1]) == [1]
-    assert remembered("kind", ["a"], lambda: [2]) == [2]
+    assert remembered("kind", ["a"], (), lambda: [1]) == [1]
+    assert remembered("kind", ["a"], (), lambda: [2]) == [2]
 
 
 def test_a_decoder_is_looked_at_once_wherever_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:

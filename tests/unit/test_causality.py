@@ -11,10 +11,12 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from fsdp_trainer.attention import Documents
 from fsdp_trainer.causality import prove
+from fsdp_trainer.decoder_probe import find_fakes
 from fsdp_trainer.errors import ConfigError
 from fsdp_trainer.small_copy import shrink
 from tests.architectures import ARCHITECTURES, DECODER
@@ -134,6 +136,20 @@ def test_a_small_copy_has_the_switches_of_the_model_and_one_layer_of_each_kind()
     small = shrink(config)
     assert small.layer_types == ["sliding_attention", "full_attention"] and small.num_hidden_layers == 2
     assert (small.hidden_size, small.sliding_window, small.attn_logit_softcapping) == (64, 8, 30.0)
+
+
+def test_fakes_are_found_wherever_a_module_holds_them() -> None:
+    """As a parameter, a buffer and a plain attribute, in which longrope keeps its tables."""
+    with FakeTensorMode():
+        fake = torch.empty(2)
+    for hold in ("one", "several", "named", "buffer"):
+        inner = nn.Linear(2, 2)
+        if hold == "buffer":
+            inner.register_buffer(hold, fake)
+        else:
+            setattr(inner, hold, {"one": fake, "several": [fake], "named": {"a": fake}}[hold])
+        assert f"0.{hold}" in find_fakes(nn.Sequential(inner))
+    assert find_fakes(nn.Linear(2, 2)) == []
 
 
 def test_a_small_copy_has_room_for_the_rows_that_try_it(cache: Path) -> None:
